@@ -1,0 +1,6 @@
+"""jlaqat: quantization-aware training of linear-attention models in JAX, rounding inside the chunked kernel included."""
+
+from jlaqat.spec import DeltaQuant as DeltaQuant
+from jlaqat.spec import QuantArrays as QuantArrays
+from jlaqat.spec import QuantConfigError as QuantConfigError
+from jlaqat.spec import QuantSpec as QuantSpec
