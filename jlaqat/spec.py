@@ -1,7 +1,7 @@
-"""What is rounded, where and how: frozen, hashable descriptions. Standard library only, so that anything may import it.
+"""What is rounded, where and how: frozen, hashable descriptions. Standard library only: anything may import it.
 
-`QuantSpec` describes one quantizer; `DeltaQuant` gathers the quantizers of one `delta_rule` call and checks that each fits
-its site. Both are static under `jax.jit`; what changes from step to step (static scales, the counters of stochastic
+`QuantSpec` describes one quantizer; `DeltaQuant` gathers the quantizers of one `delta_rule` call and checks that each
+fits its site. Both are static under `jax.jit`; what changes from step to step (static scales, the counters of stochastic
 rounding) travels in `QuantArrays`.
 """
 
@@ -56,7 +56,9 @@ class QuantConfigError(ValueError):
 def _choice(field: str, value: object, allowed: Any, remedy: str = "") -> None:
     if value not in allowed:
         listed = ", ".join(repr(a) for a in allowed)
-        raise QuantConfigError(f"{field}={value!r} is not supported; choose one of {listed}." + (f" {remedy}" if remedy else ""))
+        raise QuantConfigError(
+            f"{field}={value!r} is not supported; choose one of {listed}." + (f" {remedy}" if remedy else "")
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,8 +68,8 @@ class QuantSpec:
     Fields (all keyword-only):
       format: a key of `FORMATS`.
       granularity: which elements share a scale; None means the site's default. For a state [K, V]: "tile" (full K ×
-        `block_v` columns), "value_row" (one value column over K), "key_row" (one key row × 32 values), "head" (all of it).
-        For W [tokens, K]: "row" (one token over K). NVFP4 and MX formats carry their own blocks: "block". Casts: "none".
+        `block_v` columns), "value_row" (one value column over K), "key_row" (one key row × 32 values), "head" (all of
+        it). For W [tokens, K]: "row" (one token over K). NVFP4 and MX carry their own blocks: "block". Casts: "none".
       block_v: columns of a state tile; part of the arithmetic, never tuned. Only read for granularity "tile".
       rounding: "nearest" (ties to even) or "stochastic" (neighbour drawn with probability by distance, from
         counter-based bits, so that remat, sharding and backend change no bit).
@@ -94,7 +96,8 @@ class QuantSpec:
         if own is not None:
             if self.granularity not in (None, own):
                 raise QuantConfigError(
-                    f"granularity={self.granularity!r} does not apply to format {self.format!r}, which has its own ({own!r}); leave granularity out."
+                    f"granularity={self.granularity!r} does not apply to format {self.format!r}, which has its own ({own!r}); "
+                    "leave granularity out."
                 )
             object.__setattr__(self, "granularity", own)
         else:
@@ -107,9 +110,14 @@ class QuantSpec:
         if not 0 <= self.seed < 2**32:
             raise QuantConfigError(f"seed={self.seed} is out of range; give an integer in [0, 2**32).")
         if self.scale == "static" and own is not None:
-            raise QuantConfigError(f"scale='static' does not apply to format {self.format!r}: its scales are part of it; use scale='dynamic'.")
+            raise QuantConfigError(
+                f"scale='static' does not apply to format {self.format!r}: its scales are part of it; "
+                "use scale='dynamic'."
+            )
         if self.gradient == "clip" and self.scale != "static":
-            raise QuantConfigError("gradient='clip' needs scale='static': a dynamic scale never clips; use gradient='identity'.")
+            raise QuantConfigError(
+                "gradient='clip' needs scale='static': a dynamic scale never clips; use gradient='identity'."
+            )
 
     @property
     def own_granularity(self) -> str | None:
@@ -124,7 +132,7 @@ class QuantSpec:
 
     @property
     def experimental(self) -> bool:
-        """True for settings that serving engines' kernels do not run: study formats, granularities, cadences, stochastic rounding."""
+        """True for settings outside the chunked kernels' contract: study formats, other granularities, cadences, rounding."""
         default = self.granularity in (None, "tile", "row")
         return FORMATS[self.format].study or not default or self.cadence != CHUNK_SIZE or self.rounding != "nearest"
 
@@ -137,7 +145,11 @@ class QuantSpec:
             words.append(f"key_row×{KEY_ROW_BLOCK}")
         elif self.granularity not in (None, "none"):
             words.append(self.granularity if self.granularity != "block" else f"block {FORMATS[self.format].block}")
-        words += [f"{name} {getattr(self, name)}" for name in ("rounding", "scale", "gradient") if getattr(self, name) != _DEFAULTS[name]]
+        words += [
+            f"{name} {getattr(self, name)}"
+            for name in ("rounding", "scale", "gradient")
+            if getattr(self, name) != _DEFAULTS[name]
+        ]
         if self.cadence != CHUNK_SIZE:
             words.append(f"every {self.cadence} token{'s' if self.cadence > 1 else ''}")
         return ", ".join(words)
@@ -164,7 +176,7 @@ class QuantSpec:
 
     @classmethod
     def nvfp4(cls, **overrides: Any) -> QuantSpec:
-        """NVFP4: E2M1 in blocks of 16 along the contraction, E4M3 block scales, a float32 tensor scale (study for states)."""
+        """NVFP4: E2M1 in blocks of 16 along the contraction, E4M3 block scales, a float32 tensor scale (study)."""
         return cls(**{"format": "nvfp4", **overrides})
 
     @classmethod
@@ -210,7 +222,8 @@ class DeltaQuant:
                 object.__setattr__(self, site, fit_to_site(spec, site))
         if self.w is not None and self.state is not None and self.state.cadence != CHUNK_SIZE:
             raise QuantConfigError(
-                f"w is formed per chunk, so it cannot be rounded beside a state with cadence={self.state.cadence}; use cadence={CHUNK_SIZE} or w=None."
+                f"w is formed per chunk, so it cannot be rounded beside a state with cadence={self.state.cadence}; "
+                f"use cadence={CHUNK_SIZE} or w=None."
             )
 
     @property
@@ -221,7 +234,9 @@ class DeltaQuant:
 def fit_to_site(spec: QuantSpec, site: str) -> QuantSpec:
     """`spec` with the site's default granularity filled in. Raises QuantConfigError where the site refuses it."""
     if not isinstance(spec, QuantSpec):
-        raise QuantConfigError(f"{site}={spec!r} is not a QuantSpec; build one with QuantSpec.fp8(), QuantSpec.int8(), …")
+        raise QuantConfigError(
+            f"{site}={spec!r} is not a QuantSpec; build one with QuantSpec.fp8(), QuantSpec.int8(), …"
+        )
     _choice("site", site, tuple(GRANULARITIES))
     if spec.own_granularity is None:
         granularity = spec.granularity or GRANULARITIES[site][0]
@@ -229,9 +244,14 @@ def fit_to_site(spec: QuantSpec, site: str) -> QuantSpec:
         spec = dataclasses.replace(spec, granularity=granularity)
     if site == "w":
         if spec.format == "nvfp4":
-            raise QuantConfigError("format='nvfp4' is refused for w: its tensor amax would span chunks; use QuantSpec.fp8() or QuantSpec.mxfp4().")
+            raise QuantConfigError(
+                "format='nvfp4' is refused for w: its tensor amax would span chunks; "
+                "use QuantSpec.fp8() or QuantSpec.mxfp4()."
+            )
         if spec.cadence != CHUNK_SIZE:
-            raise QuantConfigError(f"cadence={spec.cadence} applies to states; w is rounded once per chunk of {CHUNK_SIZE}.")
+            raise QuantConfigError(
+                f"cadence={spec.cadence} applies to states; w is rounded once per chunk of {CHUNK_SIZE}."
+            )
     return spec
 
 
