@@ -1,4 +1,4 @@
-"""jlaqat: quantization-aware training of linear-attention models in JAX, with the rounding inside the chunked kernel."""
+"""jlaqat: quantization-aware training of linear-attention models in JAX, rounding inside the kernels."""
 
 from jlaqat.spec import DeltaQuant as DeltaQuant
 from jlaqat.spec import QuantArrays as QuantArrays

@@ -1,7 +1,7 @@
 """What is rounded, where and how: frozen, hashable descriptions. Standard library only: anything may import it.
 
 `QuantSpec` describes one quantizer; `DeltaQuant` gathers the quantizers of one `delta_rule` call and checks that each
-fits its site. Both are static under `jax.jit`; what changes from step to step (static scales, the counters of stochastic
+fits its site. Both are static under `jax.jit`; what changes between steps (static scales, the counters of stochastic
 rounding) travels in `QuantArrays`.
 """
 
@@ -96,7 +96,7 @@ class QuantSpec:
         if own is not None:
             if self.granularity not in (None, own):
                 raise QuantConfigError(
-                    f"granularity={self.granularity!r} does not apply to format {self.format!r}, which has its own ({own!r}); "
+                    f"granularity={self.granularity!r} does not fit format {self.format!r}, which has its own, {own!r}: "
                     "leave granularity out."
                 )
             object.__setattr__(self, "granularity", own)
@@ -132,7 +132,7 @@ class QuantSpec:
 
     @property
     def experimental(self) -> bool:
-        """True for settings outside the chunked kernels' contract: study formats, other granularities, cadences, rounding."""
+        """True for settings outside the kernels' contract: study formats, other granularities, cadences, rounding."""
         default = self.granularity in (None, "tile", "row")
         return FORMATS[self.format].study or not default or self.cadence != CHUNK_SIZE or self.rounding != "nearest"
 

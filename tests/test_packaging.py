@@ -65,7 +65,7 @@ def fake_python(folder: pathlib.Path, name: str, body: str) -> None:
 
 
 def setup_in(tmp_path, path: str, **env):
-    """scripts/setup.sh in a bare copy with a PATH and HOME of its own; the project file is empty, so pip fails early."""
+    """scripts/setup.sh in a bare copy with its own PATH and HOME; the project file is empty, so pip fails early."""
     project = tmp_path / "project"
     (project / "scripts").mkdir(parents=True)
     shutil.copy(ROOT / "scripts/setup.sh", project / "scripts/setup.sh")
