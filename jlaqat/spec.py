@@ -96,7 +96,7 @@ class QuantSpec:
         if own is not None:
             if self.granularity not in (None, own):
                 raise QuantConfigError(
-                    f"granularity={self.granularity!r} does not fit format {self.format!r}, which has its own, {own!r}: "
+                    f"granularity={self.granularity!r} does not fit format {self.format!r}, whose own is {own!r}: "
                     "leave granularity out."
                 )
             object.__setattr__(self, "granularity", own)
