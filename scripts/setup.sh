@@ -53,7 +53,7 @@ fi
 echo "jlaqat: installing${extra:+ (with the \"$extra\" extra)}, versions pinned by constraints.txt; log in .venv/install.log"
 if ! "$venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt \
   -e ".${extra:+[$extra]}" >"$venv/install.log" 2>&1; then
-  grep -v 'is ignored' "$venv/install.log" | tail -n 20 >&2
+  grep -v 'is ignored' "$venv/install.log" | tail -n 30 >&2
   echo "jlaqat: the installation failed (above: the end of .venv/install.log). Mend it and call again; what is installed stays." >&2
   exit 1
 fi
