@@ -23,7 +23,12 @@ LAYERS: list[set[str]] = [
     {"cli"},
 ]
 # A module split over several files keeps the rank of the one it was split from.
-PART_OF: dict[str, str] = {}
+PART_OF: dict[str, str] = {
+    "arithmetic": "rounding",
+    "philox": "rounding",
+    "scales": "rounding",
+    "statistics": "rounding",
+}
 FORBIDDEN = {
     ("recipes", "rounding"),
     ("data", "quantizers"),
