@@ -1,8 +1,8 @@
 """Exact elementwise arithmetic of the rounding contract: correctly rounded division and rounding to a format's grid.
 
-Everything here gives the same bits eagerly, under jit, vmap, scan and in Pallas kernels. That takes care, because XLA turns
-divisions into reciprocal multiplications, contracts a·b + c into one rounding and flushes subnormals. So quotients are
-finished in integers, and elements are rounded with multiplications by powers of two, which no such rewrite can change.
+Everything here gives the same bits eagerly, under jit, vmap, scan and in Pallas kernels. That takes care, because XLA
+turns divisions into reciprocal multiplications, contracts a·b + c into one rounding, folds (x + c) − c to x and flushes
+subnormals. So quotients are finished in integers, and elements are rounded by steps that no such rewrite can change.
 Source of the formulas: docs/rounding.md.
 """
 
@@ -40,7 +40,7 @@ def _u32(value: int) -> jax.Array:
     return jnp.uint32(value)
 
 
-# ---- division ----------------------------------------------------------------------------------------------------------
+# ---- division --------------------------------------------------------------------------------------------------------
 
 
 def div_rn(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -53,7 +53,7 @@ def div_rn(a: jax.Array, b: jax.Array) -> jax.Array:
     payload of a NaN is not kept).
 
     An approximate float quotient gives 26 bits of the mantissas' quotient, off by a few units; the remainder, exact in
-    wrapping 32-bit integers because it is small, corrects it; what is left of it is the sticky bit of the final rounding.
+    wrapping 32-bit integers because it is small, corrects it; what is left of it is the last rounding's sticky bit.
     """
     a_bits, b_bits = jnp.broadcast_arrays(bits_of(jnp.asarray(a, jnp.float32)), bits_of(jnp.asarray(b, jnp.float32)))
     sign = (a_bits ^ b_bits) & _u32(_SIGN)
@@ -74,7 +74,7 @@ def div_rn(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _normalized(magnitude: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(biased exponent, mantissa in [2^23, 2^24)) as int32, subnormals shifted up; zeros and infinities give nonsense."""
+    """(biased exponent, mantissa in [2^23, 2^24)), int32, subnormals shifted up; zero and infinity give nonsense."""
     exponent, mantissa = (magnitude >> 23).astype(jnp.int32), (magnitude & _u32(_MANTISSA)).astype(jnp.int32)
     # A mantissa is exact as a float, whose exponent tells its leading bit.
     leading = (bits_of(mantissa.astype(jnp.float32)) >> 23).astype(jnp.int32) - 127
@@ -99,7 +99,7 @@ def _mantissa_quotient(a: jax.Array, b: jax.Array, shift: jax.Array) -> tuple[ja
 
 
 def _assemble(exponent: jax.Array, significand: jax.Array) -> jax.Array:
-    """Bits of significand·2^(exponent−127−26), rounded to nearest even; significand in [2^26, 2^27) with a sticky last bit."""
+    """Bits of significand·2^(exponent−127−26), nearest even; significand in [2^26, 2^27), its last bit sticky."""
     # Three bits are dropped from a normal result, one more for each step below the exponents of normal numbers.
     dropped = jnp.clip(3 + 1 - exponent, 3, 29)
     odd = (significand >> dropped) & 1
@@ -108,7 +108,7 @@ def _assemble(exponent: jax.Array, significand: jax.Array) -> jax.Array:
     return jnp.where(exponent >= 255, _u32(_EXPONENT), jnp.minimum(bits, _EXPONENT).astype(jnp.uint32))
 
 
-# ---- rounding to a grid ------------------------------------------------------------------------------------------------
+# ---- rounding to a grid ----------------------------------------------------------------------------------------------
 
 
 def round_to_format(
@@ -120,12 +120,12 @@ def round_to_format(
       x: float32, already divided by its scale.
       fmt: a key of `jlaqat.spec.FORMATS`; "nvfp4" and "mxfp4" mean E2M1, "mxfp8" means E4M3.
       rounding: "nearest" (ties to even) or "stochastic" (the lower or upper neighbour, with probability by distance).
-      random_bits: uint32 of x's shape, for "stochastic" only; the upper 24 bits decide (casts to bfloat16: the lower 16).
+      random_bits: uint32 of x's shape, for "stochastic" only; the upper 24 bits decide (bfloat16: the lower 16).
 
     Returns float32 of x's shape. NaN stays NaN, ±∞ saturates like any large value; the casts "float16" and "bfloat16"
     overflow to ±∞ instead. A value on the grid keeps its bits, the sign of zero included. Under "stochastic", a value
-    within a relative 2^-22 of the grid of a scaled format counts as on it: that is as much as scaling loses, and it keeps
-    rounding a rounded tensor free of change.
+    within a relative 2^-22 of a scaled format's grid counts as on it: scaling loses as much, and so a rounded tensor
+    that is rounded again does not change.
 
     Raises ValueError for an unknown format or rounding, and for random bits that are missing or given needlessly.
     """
@@ -167,8 +167,8 @@ def _round_to_grid(
     """To a multiple of the grid's step at x: 2^(exponent of x − mantissa bits), constant below the least exponent."""
     exponent = jnp.maximum(bits_of(x) & _u32(_EXPONENT), _u32((127 + least_exponent) << 23))
     step_bits = exponent - _u32(mantissa_bits << 23)
-    # Adding 1.5·2^23 steps pushes the fraction out of the mantissa, rounding half to even. The addend is formed from x's
-    # own exponent: XLA would fold (x + c) − c to x for a literal c (it did).
+    # Adding 1.5·2^23 steps pushes the fraction out of the mantissa, rounding half to even. The addend is formed from
+    # x's own exponent: XLA folds (x + c) − c to x for a literal c (it did).
     addend = float_of(step_bits + _u32((23 << 23) | (1 << 22)))
     nearest = _with_sign_of((x + addend) - addend, x)
     if random_bits is None:
@@ -194,7 +194,7 @@ def _with_sign_of(value: jax.Array, sign: jax.Array) -> jax.Array:
 
 
 def _round_to_bfloat16(x: jax.Array, random_bits: jax.Array | None) -> jax.Array:
-    """A cast to bfloat16 and back, on the bits: XLA removes the pair of conversions where excess precision is allowed."""
+    """A cast to bfloat16 and back, on the bits: XLA may remove such a pair of conversions (excess precision)."""
     bits = bits_of(x)
     increment = ((bits >> 16) & _u32(1)) + _u32(0x7FFF) if random_bits is None else random_bits & _u32(0xFFFF)
     finite = magnitude_bits(x) < _u32(_EXPONENT)

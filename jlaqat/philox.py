@@ -1,7 +1,7 @@
 """Counter-based random bits for stochastic rounding: Philox4x32-10 (Salmon et al., SC11), in plain uint32 arithmetic.
 
-The bits are a function of a key and a counter alone, never of the order in which they are drawn. So remat draws the same
-bits again, a shard draws what it would draw in the whole, and a Triton kernel draws them too.
+The bits are a function of a key and a counter alone, never of the order in which they are drawn. So remat draws the
+same bits again, a shard draws what it would draw in the whole, and a Triton kernel draws them too.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def random_bits(
       sequence, head: global indices (a shard adds its offsets). Scalars or arrays.
       round_index: which rounding of the tile this is: the chunk or the token. Scalar or array.
 
-    Returns uint32 [*leading, *shape]; the arguments broadcast to `leading` (all scalars: no leading dimensions). Element
-    e of a tile in row-major order is output word e mod 4 of the block whose counter is (e // 4, round_index,
+    Returns uint32 [*leading, *shape]; the arguments broadcast to `leading` (all scalars: no leading dimensions).
+    Element e of a tile in row-major order is output word e mod 4 of the block whose counter is (e // 4, round_index,
     layer·2^16 ^ head, sequence) under the key (seed, step). Works under jit, vmap, scan and in Pallas kernels.
     """
     seed, step, layer, sequence, head, round_index = map(_as_uint32, (seed, step, layer, sequence, head, round_index))
@@ -65,8 +65,8 @@ def random_bits(
     blocks = jnp.arange(-(-size // 4), dtype=jnp.uint32).reshape((1,) * len(leading) + (-1,))
     counter = (blocks, per_block(round_index), per_block((layer << 16) ^ head), per_block(sequence))
     words = philox4x32(counter, (per_block(seed), per_block(step)))
-    words = jnp.stack(jnp.broadcast_arrays(*words), axis=-1).reshape((*leading, -1))
-    return words[..., :size].reshape((*leading, *shape))
+    stream = jnp.stack(jnp.broadcast_arrays(*words), axis=-1).reshape((*leading, -1))
+    return stream[..., :size].reshape((*leading, *shape))
 
 
 def _as_uint32(value: Any) -> jax.Array:

@@ -1,8 +1,8 @@
 """Quantize and dequantize a state or a W factor, with the straight-through gradient built in.
 
-The contract, for every format with a scale and largest magnitude M: s = RN(amax/M), r = RN(1/s), and each element becomes
-s · round_to_format(clamp(x·r, ±M)). All maths is float32 and gives the same bits eagerly, under jit, vmap, scan and inside
-Pallas kernels (docs/rounding.md explains formats, granularities, random bits and what NaN does).
+The contract, for every format with a scale and largest magnitude M: s = RN(amax/M), r = RN(1/s), and each element
+becomes s · round_to_format(clamp(x·r, ±M)). All maths is float32 and gives the same bits eagerly, under jit, vmap, scan
+and inside Pallas kernels (docs/rounding.md explains formats, granularities, random bits and what NaN does).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jlaqat.arithmetic import to_dtype
 from jlaqat.philox import random_bits as random_bits
 from jlaqat.scales import compute_scale as compute_scale
 from jlaqat.scales import scales, spread, static_amax, static_limit
-from jlaqat.spec import FORMATS, QuantConfigError, QuantSpec, fit_to_site
+from jlaqat.spec import QuantSpec, fit_to_site
 from jlaqat.statistics import SiteStats as SiteStats
 from jlaqat.statistics import empty_stats as empty_stats
 from jlaqat.statistics import histogram_edges as histogram_edges
@@ -36,12 +36,12 @@ def fake_quantize(
     """x rounded as `spec` says and scaled back; its gradient passes straight through.
 
     Args:
-      x: floating point, [..., K, V] for site "state" (a head's contraction runs over K, axis −2) or [..., tokens, K] for
-        site "w" (contraction over K, axis −1). Dimension −3, if there is one, is the value head.
+      x: floating point, [..., K, V] for site "state" (a head's contraction runs over K, axis −2) or [..., tokens, K]
+        for site "w" (contraction over K, axis −1). Dimension −3, if there is one, is the value head.
       spec: format, granularity, rounding and the rest; see `QuantSpec`.
       site: "state" or "w".
-      amax: for scale="static" only. Shaped as `QuantArrays` says ([HV, ...], the head aligned with x's dimension −3); any
-        dimensions of x before the head broadcast. No gradient flows to it.
+      amax: for scale="static" only. Shaped as `QuantArrays` says ([HV, ...], the head aligned with x's dimension
+        −3); any dimensions of x before the head broadcast. No gradient flows to it.
       random_bits: for rounding="stochastic" only: uint32 of x's shape, from `random_bits`.
 
     Returns an array of x's shape and dtype. The arithmetic is float32: float64 is rounded to float32 first, and 16-bit

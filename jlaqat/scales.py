@@ -44,7 +44,7 @@ def scales(x: jax.Array, spec: QuantSpec, site: str, amax: jax.Array | None) -> 
 
 
 def _nvfp4_scales(groups: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Block scales E4M3(amax_block / 6t)·t under t = A / (6·448), A being the amax of all blocks of the last two axes."""
+    """Block scales E4M3(amax_block / 6t)·t with t = A / (6·448), A the amax over the last two axes."""
     tensor = lax.reduce_max(bits_of(groups), axes=(groups.ndim - 2, groups.ndim - 1))
     t, _ = compute_scale(float_of(tensor), 6.0 * 448.0)
     t = t[..., None, None]
@@ -67,14 +67,14 @@ def _power_of_two_scales(groups: jax.Array, maximum: float) -> tuple[jax.Array, 
     return jnp.where(finite, scale, jnp.nan), jnp.where(finite, reciprocal, jnp.nan)
 
 
-# ---- groups ------------------------------------------------------------------------------------------------------------
+# ---- groups ----------------------------------------------------------------------------------------------------------
 
 
 def group_amax(x: jax.Array, spec: QuantSpec, site: str) -> jax.Array:
     """max |x| of each group, float32, compact; NaN where the group holds one.
 
-    Compact shapes for a state: tile [..., ceil(V/block_v)], value_row [..., V], key_row [..., K, ceil(V/32)], head [...],
-    block [..., ceil(K/block), V]. For W: row [..., tokens], block [..., tokens, ceil(K/block)].
+    Compact shapes for a state: tile [..., ceil(V/block_v)], value_row [..., V], key_row [..., K, ceil(V/32)], head
+    [...], block [..., ceil(K/block), V]. For W: row [..., tokens], block [..., tokens, ceil(K/block)].
     """
     magnitudes = magnitude_bits(x)
     return float_of(_group_max(magnitudes, spec, site))
@@ -140,7 +140,7 @@ def _repeat(compact: jax.Array, axis: int, size: int, length: int) -> jax.Array:
     return full if full.shape[axis] == length else lax.slice_in_dim(full, 0, length, axis=axis)
 
 
-# ---- static scales -----------------------------------------------------------------------------------------------------
+# ---- static scales ---------------------------------------------------------------------------------------------------
 
 
 def compact_shape(shape: tuple[int, ...], spec: QuantSpec, site: str) -> tuple[int, ...]:
@@ -163,8 +163,8 @@ def static_amax(amax: jax.Array | None, shape: tuple[int, ...], spec: QuantSpec,
     if not fits or (spec.granularity in ("tile", "value_row", "key_row") and compact.shape[-1:] != expected[-1:]):
         wanted = expected[:-1] if site == "w" else expected
         raise ValueError(
-            f"amax has shape {list(jnp.shape(amax))}, but granularity {spec.granularity!r} of a {site} of shape {list(shape)} "
-            f"takes {list(wanted)} (leading dimensions may be left out or 1)."
+            f"amax has shape {list(jnp.shape(amax))}, but granularity {spec.granularity!r} of a {site} of shape "
+            f"{list(shape)} takes {list(wanted)} (leading dimensions may be left out or 1)."
         )
     return compact
 

@@ -1,4 +1,4 @@
-"""What a quantizer saw and did: sums per value head, for calibration and for metrics. Pure functions of float32 arrays."""
+"""What a quantizer saw and did: sums per value head, for calibration and metrics. Pure functions of float32 arrays."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ _SCALE_ERROR = 2.0**-20
 class SiteStats(NamedTuple):
     """Statistics of one quantizer, gathered over any number of roundings. HV counts value heads.
 
-    Only finite elements enter amax, sums, histogram and `saturated`; `nonfinite` counts the others, so look at it first.
+    Only finite elements enter amax, sums, histogram and `saturated`; `nonfinite` counts the others: look at it first.
     """
 
     amax: jax.Array  # [*groups] largest |x|; groups = `stats_shape`: amax_shape(...), [HV] for blocks and casts
     squared_error: jax.Array  # [HV] Σ (x_q − x)²
     squares: jax.Array  # [HV] Σ x²
     saturated: jax.Array  # [HV] elements clipped (casts: overflowed to infinity)
-    count: jax.Array  # [HV] elements seen, the non-finite ones included
+    count: jax.Array  # type: ignore[assignment]  # [HV] elements seen, the non-finite ones included
     nonfinite: jax.Array  # [HV] elements that were NaN or infinite
     histogram: jax.Array  # [*groups, 384] counts of |x| between `histogram_edges()`
 
 
 def histogram_edges() -> np.ndarray:
-    """float32 [385]: bin i holds edges[i] ≤ |x| < edges[i+1]; the first also what is smaller (0), the last what is larger.
+    """float32 [385]: bin i holds edges[i] ≤ |x| < edges[i+1]; the first also all that is smaller, the last the larger.
 
     Eight bins an octave from 2^-32 to 2^16, equally wide inside their octave.
     """
@@ -46,7 +46,7 @@ def histogram_edges() -> np.ndarray:
 
 
 def stats_shape(spec: QuantSpec, site: str, *, num_heads: int, key_dim: int, value_dim: int) -> tuple[int, ...]:
-    """Shape of `SiteStats.amax`: that of a static amax, or one a head where the format has scales of its own or none."""
+    """Shape of `SiteStats.amax`: a static amax's, or [num_heads] where the format has scales of its own or none."""
     spec = fit_to_site(spec, site)
     return amax_shape(spec, site, num_heads=num_heads, key_dim=key_dim, value_dim=value_dim) or (num_heads,)
 
