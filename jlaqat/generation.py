@@ -1,0 +1,119 @@
+"""Sampling from a `DecoderLM`: the prompt at once, then a token at a time through the cache, in one jitted call."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jlaqat.model import Cache, DecoderLM
+
+Array = jax.Array
+
+
+def generate(
+    model: DecoderLM,
+    prompt: Array,
+    max_new_tokens: int,
+    *,
+    prompt_mask: Array | None = None,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    stop_token: int | None = None,
+    rng: Array | None = None,
+) -> Array:
+    """`max_new_tokens` tokens after each prompt, int32 [B, max_new_tokens].
+
+    Args:
+      model: with a vocabulary, and no quantizer enabled.
+      prompt: int [B, T], T ≥ 1.
+      max_new_tokens: ≥ 1.
+      prompt_mask: [B, T], True at real tokens, where prompts differ in length; padding may stand on either side.
+      temperature: of the softmax; 0 takes the likeliest token.
+      top_k: draws among the k likeliest only.
+      stop_token: a sequence that draws it repeats it to the end.
+      rng: a JAX key; needed unless temperature is 0.
+
+    Compiled once for each model structure, prompt shape and set of options. Raises ValueError for options that do not
+    fit, NotImplementedError while a quantizer is enabled (see `DecoderLM.decode`).
+    """
+    prompt = jnp.asarray(prompt)
+    if model.config.vocab_size is None:
+        raise ValueError(
+            "generate samples tokens, but this model maps vectors to vectors; call model.decode step by step."
+        )
+    if prompt.ndim != 2 or prompt.shape[1] < 1:
+        raise ValueError(f"prompt has shape {prompt.shape}; give tokens [batch, length] with length at least 1.")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1.")
+    if temperature < 0:
+        raise ValueError(f"temperature={temperature} must not be negative; 0 takes the likeliest token.")
+    if top_k is not None and not 1 <= top_k <= model.config.vocab_size:
+        raise ValueError(f"top_k={top_k} is outside [1, vocab_size={model.config.vocab_size}]; None draws among all.")
+    if rng is None:
+        if temperature > 0:
+            raise ValueError(
+                f"temperature={temperature} draws at random: pass rng=jax.random.key(seed), or temperature=0."
+            )
+        rng = jax.random.key(0)  # not read
+    graph, state = nnx.split(model)
+    sampler = _Sampler(greedy=temperature == 0, top_k=top_k, stop_token=stop_token)
+    return _generate(graph, state, prompt, prompt_mask, rng, jnp.float32(temperature), max_new_tokens, sampler)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Sampler:
+    """How a token is drawn from logits; static, so that equal settings share a compilation."""
+
+    greedy: bool
+    top_k: int | None
+    stop_token: int | None
+
+    def draw(self, logits: Array, temperature: Array, key: Array) -> Array:
+        """Tokens [B] from logits [B, vocab_size]."""
+        if self.greedy:
+            return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        if self.top_k is not None:
+            least = jax.lax.top_k(logits, self.top_k)[0][:, -1:]
+            logits = jnp.where(logits < least, -jnp.inf, logits)
+        return jax.random.categorical(key, logits / temperature, axis=-1).astype(jnp.int32)
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "max_new_tokens", "sampler"))
+def _generate(
+    graph: nnx.GraphDef,
+    state: nnx.State,
+    prompt: Array,
+    prompt_mask: Array | None,
+    rng: Array,
+    temperature: Array,
+    max_new_tokens: int,
+    sampler: _Sampler,
+) -> Array:
+    model = nnx.merge(graph, state)
+    batch, length = prompt.shape
+    cache = model.init_cache(batch, length + max_new_tokens)
+    logits, cache = model.decode(prompt, cache, mask=prompt_mask)
+    last = jnp.full((batch,), length - 1) if prompt_mask is None else _last_true(prompt_mask.astype(bool))
+    logits = jnp.take_along_axis(logits, last[:, None, None], axis=1)[:, 0]
+
+    def step(carry: tuple[Array, Cache], key: Array) -> tuple[tuple[Array, Cache], Array]:
+        token, cache = carry
+        logits, cache = model.decode(token[:, None], cache)
+        drawn = sampler.draw(logits[:, 0], temperature, key)
+        if sampler.stop_token is not None:
+            drawn = jnp.where(token == sampler.stop_token, token, drawn)
+        return (drawn, cache), drawn
+
+    keys = jax.random.split(rng, max_new_tokens)
+    first = sampler.draw(logits, temperature, keys[0])
+    _, rest = jax.lax.scan(step, (first, cache), keys[1:])
+    return jnp.concatenate([first[:, None], rest.T], axis=1)
+
+
+def _last_true(mask: Array) -> Array:
+    """Index of the last True in each row of mask [B, T]: [B]."""
+    return mask.shape[1] - 1 - jnp.argmax(mask[:, ::-1], axis=1)
