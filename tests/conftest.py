@@ -5,8 +5,9 @@ import os
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
-import jax  # noqa: E402
-import pytest  # noqa: E402
+import jax
+import jax.numpy as jnp
+import pytest
 
 
 @pytest.fixture
@@ -21,3 +22,34 @@ def x64():
     """float64 for references and for the op under jax_enable_x64."""
     with jax.enable_x64(True):
         yield
+
+
+def _by_pallas(f, *arrays):
+    """f inside a Pallas kernel (interpreted), on whole arrays."""
+    from jax.experimental import pallas as pl
+
+    result = jax.eval_shape(f, *arrays)
+
+    def kernel(*refs):
+        refs[-1][...] = f(*(ref[...] for ref in refs[:-1]))
+
+    return pl.pallas_call(kernel, out_shape=result, interpret=True)(*arrays)
+
+
+def _stacked(f):
+    return lambda *arrays: jnp.stack([f(*row) for row in zip(*arrays)])
+
+
+WAYS = {
+    "eager": _stacked,
+    "jit": lambda f: jax.jit(_stacked(f)),
+    "vmap": lambda f: jax.jit(jax.vmap(f)),
+    "scan": lambda f: jax.jit(lambda *arrays: jax.lax.scan(lambda c, row: (c, f(*row)), 0, arrays)[1]),
+    "pallas": lambda f: jax.jit(_stacked(lambda *row: _by_pallas(f, *row))),
+}
+
+
+@pytest.fixture(params=WAYS)
+def run(request):
+    """`run(f)(*arrays)` maps f over the arrays' first axis in one of the settings that must give equal bits."""
+    return WAYS[request.param]
