@@ -15,14 +15,13 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
 
 CONFIG_DIR = Path(__file__).parent / "configs"
 """The packaged configs: runs at the top, quantizer recipes in `recipes/`."""
 
-T = TypeVar("T")
 Source = str | Path | Mapping[str, Any]
 
 
@@ -30,7 +29,7 @@ class ConfigError(ValueError):
     """A configuration that cannot be used; the message names the file or the path of the key, and the remedy."""
 
 
-def load_config(cls: type[T], source: Source, overrides: Sequence[str] = ()) -> T:
+def load_config[T](cls: type[T], source: Source, overrides: Sequence[str] = ()) -> T:
     """Build the dataclass `cls` from a YAML file (a name, a path) or a mapping.
 
     `base:` in the file names one config or a list of them to start from: mappings are merged key by key, everything
@@ -38,8 +37,8 @@ def load_config(cls: type[T], source: Source, overrides: Sequence[str] = ()) -> 
     value is YAML (`model.hidden_size=256`, `quant.0.cfg.block_v=32`). Wherever a key is called `quant`, a recipe's name
     stands for its entries, so that overrides reach into them and a saved config needs no other file.
 
-    Raises ConfigError for a file that is not found, an unknown key (with the nearest name), a value of the wrong type, a
-    missing required field, and whatever ValueError the dataclasses raise themselves, with the key's path put in front.
+    Raises ConfigError for a file that is not found, an unknown key (with the nearest name), a value of the wrong type,
+    a missing required field, and a ValueError of the dataclasses themselves, with the key's path put in front.
     """
     tree = _expand_recipes(_compose(source))
     for override in overrides:
@@ -65,7 +64,9 @@ def load_recipe(source: Source | Sequence[Any], overrides: Sequence[str] = ()) -
     _refuse_unknown(tree, ("quant",), "", _label(source))
     entries = tree.get("quant")
     if not isinstance(entries, list):
-        raise ConfigError(f"{_label(source)}: 'quant' must be a list of entries, got {entries!r}; see docs/quantizers.md.")
+        raise ConfigError(
+            f"{_label(source)}: 'quant' must be a list of entries, got {entries!r}; see docs/quantizers.md."
+        )
     return entries
 
 
@@ -117,7 +118,7 @@ def _label(source: Any) -> str:
 
 def _parse(text: str, label: str) -> Any:
     try:
-        return yaml.load(text, _Loader)  # noqa: S506 (a SafeLoader)
+        return yaml.load(text, _Loader)
     except (yaml.YAMLError, ConfigError) as error:
         raise ConfigError(f"{label}: not valid YAML: {error}") from error
 
@@ -139,7 +140,9 @@ def find_config(source: str | Path, beside: Path | None = None) -> Path:
     raise ConfigError(f"no config {str(source)!r} (looked at {where}){nearest(str(source), names)}")
 
 
-def _compose(source: Source, append: tuple[str, ...] = (), *, beside: Path | None = None, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
+def _compose(
+    source: Source, append: tuple[str, ...] = (), *, beside: Path | None = None, chain: tuple[Path, ...] = ()
+) -> dict[str, Any]:
     """The file's mapping merged over its bases', `base` removed. Lists under a top-level key in `append` are joined."""
     if isinstance(source, Mapping):
         tree, folder, label = copy.deepcopy(dict(source)), beside, "config"
@@ -147,7 +150,12 @@ def _compose(source: Source, append: tuple[str, ...] = (), *, beside: Path | Non
         path = find_config(source, beside).resolve()
         if path in chain:
             raise ConfigError("base: configs include each other: " + " → ".join(p.name for p in (*chain, path)))
-        tree, folder, label, chain = _parse(path.read_text(encoding="utf-8"), str(path)), path.parent, str(path), (*chain, path)
+        tree, folder, label, chain = (
+            _parse(path.read_text(encoding="utf-8"), str(path)),
+            path.parent,
+            str(path),
+            (*chain, path),
+        )
     if tree is None:
         tree = {}
     if not isinstance(tree, dict):
@@ -158,7 +166,9 @@ def _compose(source: Source, append: tuple[str, ...] = (), *, beside: Path | Non
         raise ConfigError(f"{label}: base={bases!r} must be a name, a path, or a list of them.")
     merged: dict[str, Any] = {}
     for part in [*(_compose(b, append, beside=folder, chain=chain) for b in bases), tree]:
-        joined = {k: merged[k] + part[k] for k in append if isinstance(merged.get(k), list) and isinstance(part.get(k), list)}
+        joined = {
+            k: merged[k] + part[k] for k in append if isinstance(merged.get(k), list) and isinstance(part.get(k), list)
+        }
         merged = {**_merge(merged, part), **joined}
     return merged
 
@@ -175,7 +185,9 @@ def _expand_recipes(tree: Any) -> Any:
     """Replace recipe names under every key `quant` by their entries."""
     if isinstance(tree, dict):
         return {
-            k: _flatten_entries([v] if isinstance(v, str) else v) if k == "quant" and isinstance(v, (str, list, tuple)) else _expand_recipes(v)
+            k: _flatten_entries([v] if isinstance(v, str) else v)
+            if k == "quant" and isinstance(v, (str, list, tuple))
+            else _expand_recipes(v)
             for k, v in tree.items()
         }
     if isinstance(tree, list):
@@ -207,7 +219,9 @@ def apply_override(tree: dict[str, Any], override: str) -> dict[str, Any]:
         where = ".".join(parts[:depth]) or "the config"
         if isinstance(node, list):
             if not part.isdigit() or int(part) >= len(node):
-                raise ConfigError(f"override {override!r}: {where} is a list of {len(node)}; give an index below {len(node)}, not {part!r}.")
+                raise ConfigError(
+                    f"override {override!r}: {where} is a list; {part!r} is no index below its length {len(node)}."
+                )
             slot: Any = int(part)
         elif isinstance(node, dict):
             slot = part
@@ -233,7 +247,9 @@ def _refuse_unknown(tree: Mapping[str, Any], known: Sequence[str], path: str, la
     for key in tree:
         if key not in known:
             listed = ", ".join(known)
-            raise ConfigError(f"{label}: unknown key {_join(path, key)!r}{nearest(str(key), known)} Known here: {listed}.")
+            raise ConfigError(
+                f"{label}: unknown key {_join(path, key)!r}{nearest(str(key), known)} Known here: {listed}."
+            )
 
 
 def _build(cls: Any, tree: Any, path: str, label: str) -> Any:
