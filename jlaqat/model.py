@@ -295,11 +295,11 @@ class DecoderLM(SequenceModule):
 
 
 def _settings(unit: nnx.Module) -> nnx.GraphDef:
-    """What a unit's code is traced for: its structure, less the names that its quantizers are reported under."""
+    """What a unit's code is traced for: its structure, less where its quantizers' settings came from."""
     copy = nnx.merge(*nnx.split(unit))
     for _, quantizer in nnx.iter_modules(copy):
         if isinstance(quantizer, Quantizer):
-            quantizer.name = quantizer.source = ""
+            quantizer.source = None
     return nnx.graphdef(copy)
 
 

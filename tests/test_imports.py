@@ -24,6 +24,10 @@ LAYERS: list[set[str]] = [
 ]
 # A module split over several files keeps the rank of the one it was split from.
 PART_OF: dict[str, str] = {
+    "blocks": "layers",
+    "attention": "layers",
+    "weights": "layers",
+    "generation": "model",
     "arithmetic": "rounding",
     "philox": "rounding",
     "scales": "rounding",
