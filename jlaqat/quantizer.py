@@ -86,7 +86,7 @@ class Quantizer(nnx.Module):
             return dataclasses.replace(spec, scale="dynamic", gradient="identity")
         raise ValueError(
             f"the {self.site} quantizer set by {self.source} has a static scale that was never calibrated; call "
-            "jlaqat.calibrate(model, forward, batches), or give type: dynamic. jlaqat.summary(model) lists the quantizers."
+            "jlaqat.calibrate(model, forward, batches), or give type: dynamic. jlaqat.summary(model) names it."
         )
 
     def start_observing(self) -> None:

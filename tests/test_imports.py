@@ -24,6 +24,11 @@ LAYERS: list[set[str]] = [
 ]
 # A module split over several files keeps the rank of the one it was split from.
 PART_OF: dict[str, str] = {
+    "quant_fields": "quantizers",
+    "quant_cfg": "quantizers",
+    "quantizer": "quantizers",
+    "calibration": "quantizers",
+    "quantizer_report": "quantizers",
     "blocks": "layers",
     "attention": "layers",
     "weights": "layers",
