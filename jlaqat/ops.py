@@ -1,0 +1,172 @@
+"""The delta rule as an operation: `delta_rule` and its relatives, their checks and the choice of a backend."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jlaqat import checks, reference
+from jlaqat.chunked import Inputs, delta_rule_chunked
+from jlaqat.shards import vary_over, varying_axes
+from jlaqat.spec import CHUNK_SIZE, DeltaQuant, QuantArrays
+
+Array = jax.Array
+_logger = logging.getLogger("jlaqat")
+
+
+def delta_rule(
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    beta: Array,
+    *,
+    scale: float | None = None,
+    initial_state: Array | None = None,
+    cu_seqlens: Array | None = None,
+    quant: DeltaQuant = DeltaQuant(),  # noqa: B008 (frozen)
+    quant_arrays: QuantArrays | None = None,
+    backend: str = "auto",
+) -> tuple[Array, Array]:
+    """Gated DeltaNet or Kimi Delta Attention over whole sequences, with rounding inside the recurrence.
+
+    Every token decays the state, corrects it towards v, and reads it:
+    S ← Diag(e^g)·S; S ← S + k (β (v − Sᵀk))ᵀ; o = scale·Sᵀq. The work is done in chunks of 64 tokens.
+
+    Args:
+      q, k: [B, T, H, K] in one of float32, bfloat16, float16, float64 (under x64). Normalise k (and q) beforehand.
+      v: [B, T, HV, V] in the same dtype; HV a multiple of H, and value head hv reads key head hv // (HV/H).
+      g: log decay, natural log, ≤ 0, float32. [B, T, HV]: one gate a value head (GDN);
+        [B, T, HV, K]: one a key channel (KDA).
+      beta: [B, T, HV] write strength in (0, 1), or (0, 2).
+      scale: of q; a Python number, K^−½ unless given.
+      initial_state: [N, HV, K, V], zeros unless given; N sequences: B, or len(cu_seqlens) − 1.
+      cu_seqlens: int32 [N + 1], packed sequences along T (then B = 1): sequence n starts at token cu_seqlens[n]. It
+        starts at 0, never decreases and ends at T or before; tokens past its end give o = 0 and have zero gradients.
+      quant: what is rounded (static under jit). The state is rounded on entry, after every chunk and at the end, w once
+        a token; gradients pass straight through. A state cadence of 1 or 16 runs `delta_rule_recurrent`.
+      quant_arrays: static scales and the counters of stochastic rounding; no gradient flows to them.
+      backend: "xla" (any device), "reference" (slow, for tests), or "auto".
+
+    Returns (o [B, T, HV, V] in v's dtype, final_state [N, HV, K, V] in float32, float64 for float64 inputs).
+
+    Raises ValueError (QuantConfigError for quantizer settings, NotImplementedError for a backend that cannot run here)
+    before any work. The values of a `cu_seqlens` traced under jit cannot raise: where they break the rules, o and the
+    final state are NaN throughout.
+
+    Source of the maths: arXiv 2412.06464 and arXiv 2510.26692; docs/delta_rule.md says what rounds where.
+    """
+    inputs, cu_seqlens, arrays, scale = _prepare(
+        q, k, v, g, beta, scale, initial_state, cu_seqlens, quant, quant_arrays
+    )
+    backend = _choose(backend)
+    if backend == "reference":
+        if cu_seqlens is not None and checks.is_traced(cu_seqlens):
+            raise NotImplementedError(
+                "backend='reference' cuts packed sequences in Python, so cu_seqlens must not be traced; "
+                "use backend='xla' under jit."
+            )
+        settings = dict(
+            scale=scale, initial_state=inputs.initial_state, cu_seqlens=cu_seqlens, quant=quant, quant_arrays=arrays
+        )
+        by_token = quant.state is not None and quant.state.cadence != CHUNK_SIZE
+        run = reference.delta_rule_tokens if by_token else reference.delta_rule_chunks
+        return run(*inputs[:5], **settings)
+    return _poison(delta_rule_chunked(inputs, cu_seqlens, quant, arrays, scale), cu_seqlens, inputs.k.shape[1])
+
+
+def delta_rule_step(
+    q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array, *, scale: float | None = None
+) -> tuple[Array, Array]:
+    """One token of the delta rule, unquantized: what decoding repeats.
+
+    Args:
+      q, k: [B, H, K]. v: [B, HV, V]. g: [B, HV] (GDN) or [B, HV, K] (KDA), log decay. beta: [B, HV].
+      state: [B, HV, K, V]. scale: of q, K^−½ unless given.
+
+    Returns (o [B, HV, V] in v's dtype, the new state in float32, float64 for float64 inputs).
+
+    Raises ValueError as `delta_rule` does.
+    """
+    q, k, v, g, beta, state = map(jnp.asarray, (q, k, v, g, beta, state))
+    for name, x, layout in (("q", q, "[B, H, K]"), ("k", k, "[B, H, K]"), ("v", v, "[B, HV, V]")):
+        if x.ndim != 3:
+            raise ValueError(f"{name} is {checks.describe(x)}; a step takes {layout}, without a token axis.")
+    if g.ndim not in (2, 3) or beta.ndim != 2:
+        raise ValueError(
+            f"g is {checks.describe(g)} and beta {checks.describe(beta)}; a step takes g [B, HV] or [B, HV, K] "
+            "and beta [B, HV]."
+        )
+    q, k, v, g, beta = (x[:, None] for x in (q, k, v, g, beta))
+    checks.check_operands(q, k, v, g, beta)
+    (B, _, H, K), (HV, V) = k.shape, v.shape[2:]
+    checks.check_initial_state(state, (B, HV, K, V))
+    scale = checks.check_scale(scale, K)
+    dtype = jnp.float64 if v.dtype == jnp.float64 else jnp.float32
+    q, k, v, g, beta, S = (x.astype(dtype) for x in (q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], state))
+    q, k = jnp.repeat(q, HV // H, axis=1), jnp.repeat(k, HV // H, axis=1)
+    S = S * jnp.exp(g[..., None] if g.ndim == 3 else g[..., None, None])
+    error = beta[..., None] * (v - (S * k[..., None]).sum(-2))
+    S = S + k[..., None] * error[..., None, :]
+    return (scale * (S * q[..., None]).sum(-2)).astype(v.dtype), S
+
+
+def _prepare(q, k, v, g, beta, scale, initial_state, cu_seqlens, quant, quant_arrays):
+    """Operands as arrays, checked."""
+    q, k, v, g, beta = (x if isinstance(x, jax.Array) else jnp.asarray(x) for x in (q, k, v, g, beta))
+    checks.check_operands(q, k, v, g, beta)
+    if cu_seqlens is not None:
+        cu_seqlens = jnp.asarray(cu_seqlens)
+        checks.check_cu_seqlens(cu_seqlens, k)
+    sequences = k.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if initial_state is not None:
+        initial_state = jnp.asarray(initial_state)
+        checks.check_initial_state(initial_state, (sequences, v.shape[2], k.shape[3], v.shape[3]))
+    arrays = QuantArrays() if quant_arrays is None else quant_arrays
+    checks.check_quant(quant, arrays, k, v)
+    checks.check_token_axis(quant, q=q, k=k, v=v, g=g, beta=beta)
+    inputs = Inputs(*_same_shards(q, k, v, g, beta, initial_state))
+    return inputs, cu_seqlens, arrays, checks.check_scale(scale, k.shape[3])
+
+
+def _same_shards(*arrays: Array | None) -> list[Any]:
+    """Inside shard_map: operands that vary over the same mesh axes, so that a custom gradient has the types it must."""
+    axes = frozenset().union(*(varying_axes(x) for x in arrays if x is not None))
+    return [x if x is None else vary_over(x, axes) for x in arrays]
+
+
+def _poison(result: tuple[Array, Array], cu_seqlens: Array | None, num_tokens: int) -> tuple[Array, Array]:
+    """NaN everywhere if a traced cu_seqlens breaks the rules: nothing can raise there, and nothing may look right."""
+    if cu_seqlens is None or not checks.is_traced(cu_seqlens):
+        return result
+    sound = (cu_seqlens[0] == 0) & jnp.all(cu_seqlens[1:] >= cu_seqlens[:-1]) & (cu_seqlens[-1] <= num_tokens)
+    o, final_state = result
+    return jnp.where(sound, o, jnp.asarray(jnp.nan, o.dtype)), jnp.where(
+        sound, final_state, jnp.asarray(jnp.nan, final_state.dtype)
+    )
+
+
+def _choose(backend: str) -> str:
+    if backend not in checks.BACKENDS:
+        raise ValueError(f"backend={backend!r} is unknown; choose one of {', '.join(map(repr, checks.BACKENDS))}.")
+    if backend == "triton":
+        platform = jax.default_backend()
+        where = (
+            f"JAX runs on {platform!r} here and Triton needs an NVIDIA GPU"
+            if platform != "gpu"
+            else "its kernels are not connected"
+        )
+        raise NotImplementedError(f"backend='triton' cannot serve this call: {where}. Use backend='xla' or 'auto'.")
+    if backend == "auto":
+        _say_once("backend='auto' runs delta_rule on 'xla' (plain JAX)")
+        return "xla"
+    return backend
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    _logger.info(message)
