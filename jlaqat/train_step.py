@@ -26,7 +26,8 @@ import numpy as np
 import optax
 from flax import nnx
 
-from jlaqat.quantizers import QuantizerVariable, set_step
+from jlaqat.checkpoint_tree import split_model as split_model
+from jlaqat.quantizers import set_step
 
 Batch = Mapping[str, Any]
 Metrics = dict[str, jax.Array]
@@ -72,7 +73,7 @@ class DistillationConfig:
 # ------------------------------------------------------------------ losses, one value a position, float32 maths
 
 
-def _weights(batch: Batch) -> jax.Array:
+def batch_weights(batch: Batch) -> jax.Array:
     """float32 [B, T]: the batch's weights, or ones."""
     targets = batch["targets"]
     weights = batch.get("weights")
@@ -85,7 +86,7 @@ def _float32(x: jax.Array) -> jax.Array:
 
 def cross_entropy(logits: jax.Array, batch: Batch) -> jax.Array:
     """−log softmax(logits)[target], float32 [B, T]; logits [B, T, vocab]. Targets of weight 0 may be anything."""
-    asked = _weights(batch) > 0
+    asked = batch_weights(batch) > 0
     targets = jnp.where(asked, batch["targets"], 0)  # an ignored −100 would otherwise index out of range and give NaN
     return optax.softmax_cross_entropy_with_integer_labels(_float32(logits), targets)
 
@@ -169,11 +170,6 @@ def split_packed(batch: Mapping[str, np.ndarray], rows: int) -> dict[str, np.nda
 # ------------------------------------------------------------------ state
 
 
-def split_model(model: nnx.Module) -> tuple[nnx.GraphDef, nnx.State, nnx.State, nnx.State]:
-    """(graphdef, params, quantizers, other): the static structure, and the variables by what happens to them."""
-    return nnx.split(model, nnx.Param, QuantizerVariable, ...)
-
-
 def create_train_state(model: nnx.Module, optimizer: optax.GradientTransformation) -> TrainState:
     """A fresh state at step 0 with copies of the model's values: donating it leaves the model usable."""
     params, quantizers, other = jax.tree.map(jnp.copy, split_model(model)[1:])
@@ -233,7 +229,7 @@ def make_train_step(
     if accumulation < 1:
         raise ValueError(f"accumulation={accumulation} must be at least 1.")
     graphdef = split_model(model)[0]
-    teacher_graphdef, teacher_state = nnx.split(teacher) if teacher is not None else (None, None)
+    teacher_graphdef, teacher_state = (None, None) if teacher is None else nnx.split(teacher)
     position_loss = get_loss(loss)
     continuous = position_loss is squared_error
 
@@ -241,14 +237,14 @@ def make_train_step(
         student = nnx.merge(graphdef, params, quantizers, other, copy=True)
         set_step(student, counter)
         outputs = forward(student, batch)
-        share = _weights(batch) / total
+        share = batch_weights(batch) / total
 
         def mean(values):
             return jnp.sum(values * share).astype(jnp.float32)
 
         value = task = mean(position_loss(outputs, batch))
         matched = jnp.zeros((), jnp.float32)
-        if distillation is not None:
+        if distillation is not None and teacher_graphdef is not None:
             wanted = jax.lax.stop_gradient(forward(nnx.merge(teacher_graphdef, teacher_state, copy=True), batch))
             matched = mean(
                 output_matching_loss(outputs, wanted)
@@ -264,7 +260,7 @@ def make_train_step(
     def gradients(state: TrainState, teacher_state: Any, batch: Batch):
         """(loss, aux, gradients) of the whole batch, micro-batch by micro-batch."""
         # max: a batch in which nothing is asked has loss 0, not NaN.
-        total = jnp.maximum(jnp.sum(_weights(batch)), jnp.finfo(jnp.float32).tiny)
+        total = jnp.maximum(jnp.sum(batch_weights(batch)), jnp.finfo(jnp.float32).tiny)
         first = state.step.astype(jnp.uint32) * np.uint32(accumulation)
         if accumulation == 1:
             (value, aux), grads = grad_fn(
@@ -300,7 +296,7 @@ def make_train_step(
             "task_loss": aux.task,
             "grad_norm": grad_norm,
             "update_norm": update_norm,
-            "weight": jnp.sum(_weights(batch)),
+            "weight": jnp.sum(batch_weights(batch)),
             "finite": finite,
             "grad_finite": jnp.stack([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)]),
         }
