@@ -12,7 +12,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 # Each layer may import the layers before it, and modules of one layer each other unless FORBIDDEN says otherwise.
 LAYERS: list[set[str]] = [
     {"spec"},
-    {"rounding", "recipes", "testing"},
+    {"rounding", "recipes", "testing", "naming"},
     {"reference", "chunked"},
     {"ops"},
     {"quantizers"},
@@ -37,6 +37,10 @@ PART_OF: dict[str, str] = {
     "philox": "rounding",
     "scales": "rounding",
     "statistics": "rounding",
+    **dict.fromkeys(("checkpoint_quantizers", "checkpoint_tree", "export"), "checkpoint"),
+    **dict.fromkeys(
+        ("diagnosis", "evaluation", "optim", "sharding", "train_config", "train_log", "train_step"), "training"
+    ),
 }
 FORBIDDEN = {
     ("recipes", "rounding"),
