@@ -55,6 +55,8 @@ class DataConfig:
     num_pairs: int = 32
     num_rounds: int = 2
     num_values: int = 32
+    # Synthetic tasks: share of the sequence, at its end, whose targets count; 1 is all of it.
+    tail: float = 1.0
     # state_tracking: items to permute (2 is parity, 3 is S3, 5 is S5), by "swaps" or by "all" permutations.
     num_items: int = 3
     moves: str = "swaps"
@@ -80,33 +82,35 @@ class DataConfig:
         for field, low, high in _RANGES:
             value = getattr(self, field)
             if not low <= value <= high:
-                raise DataConfigError(f"data.{field}={value} is out of range; give a value from {low} to {high}.")
+                raise DataConfigError(f"{field}={value} is out of range; give a value from {low} to {high}.")
         if self.task in FILE_TASKS and not self.paths:
             raise DataConfigError(
-                f"data.paths is empty, but task={self.task!r} reads files; give files, folders, globs or 'stdlib'."
+                f"paths is empty, but task={self.task!r} reads files; give files, folders, globs or 'stdlib'."
             )
         if self.task == "text" and self.vocab_size != 256:
             raise DataConfigError(
-                f"data.vocab_size={self.vocab_size} does not apply to task='text', of 256 bytes; leave it at 256."
+                f"vocab_size={self.vocab_size} does not apply to task='text', of 256 bytes; leave it at 256."
             )
         if self.task == "tokens" and "stdlib" in self.paths:
-            raise DataConfigError("data.paths: 'stdlib' is text, not token files; use task='text'.")
+            raise DataConfigError("paths: 'stdlib' is text, not token files; use task='text'.")
+        if self.tail != 1.0 and self.task in FILE_TASKS:
+            raise DataConfigError(
+                f"tail={self.tail} applies to synthetic tasks; every token of task={self.task!r} counts."
+            )
         if self.packing and self.task not in FILE_TASKS:
             raise DataConfigError(
-                f"data.packing=True applies to task='text' or 'tokens'; sequences of task={self.task!r} are all full."
+                f"packing=True applies to task='text' or 'tokens'; sequences of task={self.task!r} are all full."
             )
         try:
             integer = np.dtype(self.token_dtype).kind in "iu"
         except TypeError:
             integer = False
         if not integer:
-            raise DataConfigError(
-                f"data.token_dtype={self.token_dtype!r} is no integer dtype; use uint16, uint32 or int32."
-            )
+            raise DataConfigError(f"token_dtype={self.token_dtype!r} is no integer dtype; use uint16, uint32 or int32.")
         needed = 2 * self.num_pairs * (self.num_rounds + 1)
         if self.task == "recall" and self.seq_len < needed:
             raise DataConfigError(
-                f"data.seq_len={self.seq_len} is too short for recall: num_pairs={self.num_pairs} and "
+                f"seq_len={self.seq_len} is too short for recall: num_pairs={self.num_pairs} and "
                 f"num_rounds={self.num_rounds} need 2·num_pairs·(num_rounds + 1) = {needed} tokens; "
                 "raise seq_len or lower num_pairs."
             )
@@ -123,6 +127,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("num_rounds", 1, math.inf),
     ("num_values", 1, math.inf),
     ("num_items", 2, 6),
+    ("tail", 0, 1),
     ("vocab_size", 1, 2**31 - 1),
     ("separator", -1, 2**31 - 1),
     ("eval_fraction", 0, 0.9),
@@ -132,9 +137,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
 
 def _choice(field: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
-        raise DataConfigError(
-            f"data.{field}={value!r} is not supported; choose one of {', '.join(map(repr, allowed))}."
-        )
+        raise DataConfigError(f"{field}={value!r} is not supported; choose one of {', '.join(map(repr, allowed))}.")
 
 
 class Sizes(NamedTuple):
@@ -157,6 +160,24 @@ def data_sizes(config: DataConfig) -> Sizes:
         classes, moves = permutation_tables(config.num_items, config.moves)[0].shape
         return Sizes(max(classes, moves), 0, 0)
     return Sizes(config.vocab_size, 0, 0)
+
+
+def check_model_sizes(
+    config: DataConfig, *, vocab_size: int | None = None, input_size: int | None = None, output_size: int | None = None
+) -> None:
+    """Raises DataConfigError if a model of these sizes does not fit the data; a larger vocabulary does."""
+    sizes = data_sizes(config)
+    if sizes.vocab_size:
+        if (vocab_size or 0) < sizes.vocab_size:
+            raise DataConfigError(
+                f"model.vocab_size={vocab_size} does not fit data.task={config.task!r}, whose token ids run from 0 to "
+                f"{sizes.vocab_size - 1}; set model.vocab_size={sizes.vocab_size} or more."
+            )
+    elif (input_size, output_size) != (sizes.input_size, sizes.output_size):
+        raise DataConfigError(
+            f"model.input_size={input_size}, model.output_size={output_size} do not fit data.task={config.task!r}; "
+            f"set model.input_size={sizes.input_size} and model.output_size={sizes.output_size}."
+        )
 
 
 def loss_kind(config: DataConfig) -> str:

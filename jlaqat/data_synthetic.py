@@ -150,4 +150,7 @@ class SyntheticSource:
         return 2**40
 
     def __getitem__(self, index: int) -> Example:
-        return self.make(sequence_rng(self.config.seed, self.config.split, int(index)), self.config)
+        config = self.config
+        example = self.make(sequence_rng(config.seed, config.split, int(index)), config)
+        example["weights"][: config.seq_len - round(config.seq_len * config.tail)] = 0.0
+        return example

@@ -11,6 +11,7 @@ from jlaqat.data import (
     DataConfig,
     DataConfigError,
     TokenHash,
+    check_model_sizes,
     data_sizes,
     loss_kind,
     make_dataset,
@@ -177,6 +178,14 @@ def test_slow_writes_samples_scatter_around_their_target():
         assert len(np.unique(batch["targets"][row])) == len(np.unique(keys[row].argmax(-1)))
 
 
+def test_tail_weighs_the_end_alone():
+    whole = DataConfig(task="regression", batch_size=2, seq_len=20, input_dim=3)
+    [all_of_it], [tail] = take(whole, 1), take(dataclasses.replace(whole, tail=0.25), 1)
+    assert all_of_it["weights"].all()
+    np.testing.assert_array_equal(tail["weights"][0], np.arange(20) >= 15)
+    np.testing.assert_array_equal(tail["inputs"], all_of_it["inputs"])
+
+
 # ------------------------------------------------------------------ files
 
 
@@ -311,17 +320,19 @@ def test_hashes_see_every_change(folder):
 @pytest.mark.parametrize(
     "given,words",
     [
-        (dict(task="recal"), ["data.task='recal'", "'recall'"]),
-        (dict(split="test"), ["data.split='test'", "'eval'"]),
-        (dict(task="state_tracking", moves="flips"), ["data.moves='flips'", "'swaps'"]),
-        (dict(batch_size=0), ["data.batch_size=0", "from 1"]),
-        (dict(seq_len=0), ["data.seq_len=0"]),
-        (dict(noise=-1.0), ["data.noise=-1.0"]),
-        (dict(task="state_tracking", num_items=7), ["data.num_items=7", "from 2 to 6"]),
-        (dict(task="text"), ["data.paths is empty", "stdlib"]),
-        (dict(task="text", paths=("stdlib",), vocab_size=50), ["data.vocab_size=50", "256"]),
+        (dict(task="recal"), ["task='recal'", "'recall'"]),
+        (dict(split="test"), ["split='test'", "'eval'"]),
+        (dict(task="state_tracking", moves="flips"), ["moves='flips'", "'swaps'"]),
+        (dict(batch_size=0), ["batch_size=0", "from 1"]),
+        (dict(seq_len=0), ["seq_len=0"]),
+        (dict(noise=-1.0), ["noise=-1.0"]),
+        (dict(task="state_tracking", num_items=7), ["num_items=7", "from 2 to 6"]),
+        (dict(task="text"), ["paths is empty", "stdlib"]),
+        (dict(task="text", paths=("stdlib",), vocab_size=50), ["vocab_size=50", "256"]),
         (dict(task="tokens", paths=("stdlib",)), ["task='text'"]),
-        (dict(packing=True), ["data.packing=True", "'text' or 'tokens'"]),
+        (dict(tail=1.5), ["tail=1.5", "from 0 to 1"]),
+        (dict(task="text", paths=("stdlib",), tail=0.5), ["tail=0.5", "synthetic"]),
+        (dict(packing=True), ["packing=True", "'text' or 'tokens'"]),
         (dict(task="tokens", paths=("x",), token_dtype="float32"), ["token_dtype='float32'", "uint16"]),
         (dict(task="tokens", paths=("x",), token_dtype="nonsense"), ["token_dtype='nonsense'", "uint16"]),
         (dict(task="recall", seq_len=191), ["seq_len=191 is too short", "192", "num_pairs"]),
@@ -368,6 +379,17 @@ def test_bad_files_say_what_to_do(tmp_path):
     np.save(tmp_path / "negative.npy", np.array([1, 2, -1, 4] * 10))
     with pytest.raises(DataConfigError, match="token id -1 at position 2"):
         make_dataset(files_config(tmp_path / "negative.npy", task="tokens"))
+
+
+def test_models_that_do_not_fit_are_refused():
+    check_model_sizes(DataConfig(input_dim=4), input_size=9, output_size=1)
+    check_model_sizes(DataConfig(task="state_tracking"), vocab_size=8)
+    with pytest.raises(DataConfigError, match="input_size=8.*set model.input_size=9 and model.output_size=1"):
+        check_model_sizes(DataConfig(input_dim=4), input_size=8, output_size=1)
+    with pytest.raises(DataConfigError, match="vocab_size=5 does not fit.*0 to 5; set model.vocab_size=6"):
+        check_model_sizes(DataConfig(task="state_tracking"), vocab_size=5)
+    with pytest.raises(DataConfigError, match="vocab_size=None"):
+        check_model_sizes(DataConfig(task="text", paths=("stdlib",)), input_size=1, output_size=1)
 
 
 def test_processes_must_divide_the_batch():
