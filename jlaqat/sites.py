@@ -11,12 +11,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jlaqat.rounding import fake_quantize, random_bits
 from jlaqat.spec import DeltaQuant, QuantArrays, QuantSpec
 
 Array = jax.Array
-_W_ROUNDS = 1 << 31
+_W_ROUNDS = np.uint32(1 << 31)  # a Python integer of this size does not fit the int32 that JAX gives it
 
 
 class Place(NamedTuple):
