@@ -41,7 +41,7 @@ def calibrate(
     _check_method(method, percentile)
     targets = _calibrated(model)
     before = {name: quantizer.amax for name, quantizer in targets.items()}
-    run = nnx.jit(lambda model, batch: (forward(model, batch), None)[1])
+    run = _jitted(forward)
     for quantizer in targets.values():
         quantizer.amax = None
         quantizer.start_observing()
@@ -54,6 +54,11 @@ def calibrate(
             quantizer.amax = before[name]
             quantizer.stop_observing()
         raise
+
+
+@functools.lru_cache(maxsize=1)  # a second calibration with the same function need not compile again
+def _jitted(forward: Callable[[Any, Any], Any]) -> Callable[[Any, Any], None]:
+    return nnx.jit(lambda model, batch: (forward(model, batch), None)[1])
 
 
 def observe(model: nnx.Module, pattern: str = "*") -> list[str]:

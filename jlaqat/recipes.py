@@ -319,9 +319,10 @@ def _convert_union(args: tuple[Any, ...], value: Any, path: str, label: str) -> 
             return _convert(option, value, path, label)
         except ConfigError as error:
             errors.append((isinstance(value, Mapping) == dataclasses.is_dataclass(option), error))
-    if len(errors) == 1 or isinstance(value, (Mapping, list)):
+    simple = all(option in (bool, int, float, str, Path) for option in options)
+    if not simple or isinstance(value, (Mapping, list)):
         raise max(errors, key=lambda e: e[0])[1]
-    raise _wrong(" or ".join(getattr(a, "__name__", str(a)) for a in args), value, path, label)
+    raise _wrong(" or ".join("null" if a is type(None) else a.__name__ for a in args), value, path, label)
 
 
 def _convert_sequence(container: Any, args: tuple[Any, ...], value: Any, path: str, label: str) -> Any:
