@@ -14,6 +14,7 @@ LAYERS: list[set[str]] = [
     {"spec"},
     {"rounding", "recipes", "testing", "naming"},
     {"reference", "chunked"},
+    {"triton_backend"},
     {"ops"},
     {"quantizers"},
     {"layers", "checkpoint", "data"},

@@ -1,0 +1,254 @@
+"""One call of the pipeline: what goes in and comes out, the options, the checks, and the sizes its launches share."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+from jlaqat.kernels.launch import Buffer, Run, dtype_name
+from jlaqat.spec import CHUNK_SIZE, DeltaQuant
+
+MAX_DIM = 256
+STATE_FORMATS = ("e4m3", "int8")
+W_FORMATS = ("e4m3",)
+
+
+class UnsupportedByKernels(NotImplementedError):
+    """A call that the kernels cannot serve; the message names the reason and the remedy."""
+
+
+class Inputs(NamedTuple):
+    """One call. cu_seqlens is given for packed sequences (then B = 1), initial_state may be None."""
+
+    q: Any  # [B, T, H, K]
+    k: Any  # [B, T, H, K]
+    v: Any  # [B, T, HV, V]
+    g: Any  # [B, T, HV] or [B, T, HV, K] float32, log decay
+    beta: Any  # [B, T, HV]
+    initial_state: Any = None  # [N, HV, K, V] float32
+    cu_seqlens: Any = None  # [N + 1] int32
+
+
+class Residuals(NamedTuple):
+    """What the backward reads besides the inputs."""
+
+    x: Any  # [B*T, HV, 64] in q's dtype, the chunk inverses
+    p: Any  # [B*T, HV, 64] in q's dtype, the scores
+    g_sum: Any  # GDN: [B*T, HV] float32, G; None for KDA, whose sums are formed again
+    h: Any  # [SLOTS, HV, K, V] uint8, codes of the rounded states that enter the chunks, or None
+    h_scale: Any  # [SLOTS, HV, ceil(V / block_v)] float32, or None
+
+
+class Output(NamedTuple):
+    o: Any  # [B, T, HV, V] in v's dtype
+    final_state: Any  # [N, HV, K, V] float32
+    residuals: Residuals | None
+
+
+class Gradients(NamedTuple):
+    q: Any
+    k: Any
+    v: Any
+    g: Any
+    beta: Any
+    initial_state: Any  # [N, HV, K, V] float32, whether or not one was given
+
+
+class Tuning(NamedTuple):
+    """Launch parameters that change no bit of a rounded state: widths over V, warps and stages by kernel."""
+
+    intra: tuple[int, int] = (4, 2)  # warps, stages
+    state_width: int = 64  # columns a program of the unrounded scan holds
+    state: tuple[int, int] = (4, 3)
+    reverse_width: int = 64
+    reverse: tuple[int, int] = (4, 3)
+    split_output: bool = False  # states and v' to memory, output from a second kernel
+    output: tuple[int, int] = (4, 2)
+    output_backward: tuple[int, int] = (4, 2)
+    intra_backward: tuple[int, int] = (4, 2)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a call runs.
+
+    scale: on q.
+    quant: what is rounded. The kernels take E4M3 and INT8 states by tile and E4M3 w by row, dynamic scales, to nearest.
+    hardware_fp8: use the E4M3 conversion of SM89 and newer; the arithmetic one gives the same bits.
+    save_states: keep rounded states as codes for the backward (1 byte an element), or walk the chunks again there.
+    merge_precision: of the products that merge the inverse's blocks ("tf32x3", "tf32" or "ieee").
+    """
+
+    scale: float
+    quant: DeltaQuant = DeltaQuant()
+    hardware_fp8: bool = False
+    save_states: bool = True
+    merge_precision: str = "tf32x3"
+    tuning: Tuning = Tuning()
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """Sizes and constants that several launches share."""
+
+    run: Run
+    inputs: Inputs
+    options: Options
+
+    def __post_init__(self) -> None:
+        self._check()
+
+    @property
+    def is_kda(self) -> bool:
+        return len(self.inputs.g.shape) == 4
+
+    @property
+    def is_packed(self) -> bool:
+        return self.inputs.cu_seqlens is not None
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int, int, int]:
+        """B, T, H, HV, K, V"""
+        b, t, h, k = self.inputs.q.shape
+        return b, t, h, self.inputs.v.shape[2], k, self.inputs.v.shape[3]
+
+    @property
+    def dtype(self) -> str:
+        return dtype_name(self.inputs.q)
+
+    @property
+    def rows(self) -> int:
+        return self.inputs.q.shape[0] * self.inputs.q.shape[1]
+
+    @property
+    def n_sequences(self) -> int:
+        return self.inputs.cu_seqlens.shape[0] - 1 if self.is_packed else self.inputs.q.shape[0]
+
+    @property
+    def chunks_per_sequence(self) -> int:
+        return -(-self.inputs.q.shape[1] // CHUNK_SIZE)
+
+    @property
+    def slots(self) -> int:
+        """Chunks, or for packed sequences a bound on them."""
+        extra = self.n_sequences if self.is_packed else 0
+        return self.inputs.q.shape[0] * self.chunks_per_sequence + extra
+
+    @property
+    def state_format(self) -> str:
+        return self.options.quant.state.format if self.options.quant.state else "none"
+
+    @property
+    def tile_v(self) -> int:
+        return self.options.quant.state.block_v if self.options.quant.state else power_of_two(self.sizes[5])
+
+    @property
+    def state_width(self) -> int:
+        """Columns of one program of the state scan: the recipe's tile where the state is rounded."""
+        width = self.tile_v if self.options.quant.state else self.options.tuning.state_width
+        return max(16, width) if self.options.quant.state else min(width, power_of_two(self.sizes[5]))
+
+    def width(self, wanted: int, size: int) -> int:
+        return min(wanted, power_of_two(size))
+
+    def dims(self, *names: str) -> dict[str, Any]:
+        """The constants `names` out of those every kernel may ask for."""
+        _, t, h, hv, k, v = self.sizes
+        known = {
+            "scale": float(self.options.scale),
+            "T": t,
+            "NT": self.chunks_per_sequence,
+            "N": self.n_sequences,
+            "H": h,
+            "HK": hv if self.is_kda else h,  # heads of the scan's q and k
+            "HV": hv,
+            "K": k,
+            "V": v,
+            "BT": CHUNK_SIZE,
+            "IS_KDA": self.is_kda,
+            "IS_PACKED": self.is_packed,
+            "STATE_FORMAT": self.state_format,
+            "TILE_V": self.tile_v,
+            "W_FORMAT": self.options.quant.w.format if self.options.quant.w else "none",
+            "HARDWARE_FP8": self.options.hardware_fp8,
+            "PRECISION": "tf32x3" if self.dtype == "float32" else "tf32",
+            "MERGE_PRECISION": self.options.merge_precision,
+        }
+        return {name: known[name] for name in names}
+
+    def by_row(self, heads: int, width: int, dtype: str | None = None) -> Buffer:
+        return Buffer((self.rows, heads, width), dtype or self.dtype)
+
+    def states(self, dtype: str) -> Buffer:
+        _, _, _, hv, k, v = self.sizes
+        return Buffer((self.slots, hv, k, v), dtype)
+
+    def sequence_states(self) -> Buffer:
+        _, _, _, hv, k, v = self.sizes
+        return Buffer((self.n_sequences, hv, k, v), "float32")
+
+    def gate_sums(self) -> Buffer:
+        _, _, _, hv, k, _ = self.sizes
+        return Buffer((self.rows, hv, k) if self.is_kda else (self.rows, hv), "float32")
+
+    def _check(self) -> None:
+        q, k, v, g, beta, initial, _ = self.inputs
+        check_supported(self.options.quant)
+        b, t, h, hv, key_dim, value_dim = self.sizes
+        if not b * t:
+            raise UnsupportedByKernels(f"q has B={b}, T={t}: there is nothing to launch; use backend='xla'.")
+        if not (16 <= key_dim <= MAX_DIM and value_dim >= 16):
+            raise UnsupportedByKernels(
+                f"K={key_dim}, V={value_dim}: the kernels take K from 16 to {MAX_DIM} and V from 16; use backend='xla'."
+            )
+        shapes = {
+            "k": (k, (b, t, h, key_dim)),
+            "v": (v, (b, t, hv, value_dim)),
+            "g": (g, (b, t, hv, key_dim) if self.is_kda else (b, t, hv)),
+            "beta": (beta, (b, t, hv)),
+        }
+        if initial is not None:
+            shapes["initial_state"] = (initial, (self.n_sequences, hv, key_dim, value_dim))
+        for name, (array, shape) in shapes.items():
+            if tuple(array.shape) != shape:
+                raise ValueError(f"{name} has shape {tuple(array.shape)}, and q and v ask for {shape}.")
+        if hv % h:
+            raise ValueError(f"v has {hv} heads, which is not a multiple of the {h} heads of q and k.")
+        if self.is_packed and b != 1:
+            raise ValueError(f"cu_seqlens packs sequences into one row, so B must be 1, and q has B={b}.")
+        if self.dtype not in ("float32", "bfloat16", "float16"):
+            raise UnsupportedByKernels(
+                f"dtype {self.dtype}: the kernels take float32, bfloat16 and float16; use 'xla'."
+            )
+        if dtype_name(k) != self.dtype or dtype_name(v) != self.dtype:
+            raise ValueError(f"q, k and v must share a dtype; given {self.dtype}, {dtype_name(k)}, {dtype_name(v)}.")
+        if dtype_name(g) != "float32":
+            raise ValueError(f"g must be float32, given {dtype_name(g)}: sums of log decays need it.")
+
+
+def check_supported(quant: DeltaQuant) -> None:
+    """Raises UnsupportedByKernels, with the reason, for quantizers that only the XLA backend has."""
+    for site, spec, formats, granularity in (
+        ("state", quant.state, STATE_FORMATS, "tile"),
+        ("w", quant.w, W_FORMATS, "row"),
+    ):
+        if spec is None:
+            continue
+        asked = {
+            "format": (spec.format, formats),
+            "granularity": (spec.granularity, (granularity,)),
+            "rounding": (spec.rounding, ("nearest",)),
+            "scale": (spec.scale, ("dynamic",)),
+            "cadence": (spec.cadence, (CHUNK_SIZE,)),
+        }
+        for field, (value, allowed) in asked.items():
+            if value not in allowed:
+                listed = ", ".join(repr(a) for a in allowed)
+                raise UnsupportedByKernels(
+                    f"the Triton kernels do not round {site} with {field}={value!r} (they take {listed}); "
+                    "use backend='xla', which does."
+                )
+
+
+def power_of_two(n: int) -> int:
+    return max(16, 1 << (n - 1).bit_length())

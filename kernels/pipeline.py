@@ -1,0 +1,381 @@
+"""The order of launches, written once for every runner: forward, and backward with what the forward kept.
+
+    out = forward(run, Inputs(q, k, v, g, beta), options)
+    gradients = backward(run, Inputs(q, k, v, g, beta), out.residuals, do, dfinal, options)
+
+`run` executes a Launch: torch_bridge.run, triton_backend (JAX), kernels.aot (compiles only). Arrays are those of the
+runner's framework, contiguous. Shapes and the maths: docs/kernels.md.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jlaqat.kernels import chunk_output, chunk_state, chunks, intra_chunk
+from jlaqat.kernels.call import Call, Gradients, Inputs, Options, Output, Residuals, power_of_two
+from jlaqat.kernels.launch import UNUSED, Buffer, Launch, Run, dtype_name
+from jlaqat.spec import CHUNK_SIZE
+
+
+def _warps(base: int, width: int) -> int:
+    """Twice the warps for twice the columns past 128, so that a thread's share of a tile stays the same."""
+    return base * max(1, width // 128)
+
+
+def _tables(call: Call) -> tuple[Any, Any]:
+    """Chunk and sequence tables of a packed call; the tensor itself (unread) otherwise."""
+    if not call.is_packed:
+        return call.inputs.beta, call.inputs.beta
+    launch = Launch(
+        kernel=chunks.chunk_index_kernel,
+        grid=call.slots + call.n_sequences + 1,
+        inputs={"p_cu_seqlens": call.inputs.cu_seqlens},
+        outputs={
+            "p_chunks": Buffer((call.slots, 3), "int32"),
+            "p_sequences": Buffer((call.n_sequences + 1, 3), "int32"),
+        },
+        constants={
+            **call.dims("T", "N", "BT"),
+            "SLOTS": call.slots,
+            "BLOCK": min(1024, power_of_two(call.n_sequences + 1)),
+        },
+    )
+    out = call.run(launch)
+    return out["p_chunks"], out["p_sequences"]
+
+
+def _intra_forward(call: Call, p_chunks: Any, save_x: bool) -> dict[str, Any]:
+    b, t, h, hv, k, v = call.sizes
+    bk = power_of_two(k)
+    warps, stages = call.options.tuning.intra
+    kda = call.is_kda
+    launch = Launch(
+        kernel=intra_chunk.intra_chunk_forward_kernel,
+        grid=call.slots * hv,
+        inputs={
+            "p_q": call.inputs.q,
+            "p_k": call.inputs.k,
+            "p_v": call.inputs.v,
+            "p_g": call.inputs.g,
+            "p_beta": call.inputs.beta,
+            "p_chunks": p_chunks,
+        },
+        outputs={
+            "p_gsum": UNUSED if kda else call.gate_sums(),
+            "p_decay": Buffer((call.slots, hv, k), "float32") if kda else UNUSED,
+            "p_qg": call.by_row(hv, k) if kda else UNUSED,
+            "p_kg": call.by_row(hv, k) if kda else UNUSED,
+            "p_x": call.by_row(hv, CHUNK_SIZE) if save_x else UNUSED,
+            "p_p": call.by_row(hv, CHUNK_SIZE),
+            "p_w": call.by_row(hv, k),
+            "p_u": call.by_row(hv, v),
+        },
+        constants={
+            **call.dims("scale", "T", "NT", "H", "HV", "K", "V", "BT", "IS_KDA", "IS_PACKED"),
+            **call.dims("W_FORMAT", "HARDWARE_FP8", "PRECISION", "MERGE_PRECISION"),
+            "BK": bk,
+            "BV": call.width(64, v),
+            "SAVE_X": save_x,
+        },
+        num_warps=_warps(warps, bk),
+        num_stages=stages,
+    )
+    out = call.run(launch)
+    if not kda:
+        out |= {"p_qg": call.inputs.q, "p_kg": call.inputs.k}
+    return out
+
+
+def _scan_forward(
+    call: Call, intra: dict[str, Any], p_sequences: Any, *, write_o: bool, save_h: bool, save_v: bool
+) -> dict[str, Any]:
+    """intra: p_qg, p_kg (q and k themselves for GDN), p_w, p_u, p_p and p_gate (G, or e^(G_L) for KDA)."""
+    _, _, _, hv, k, v = call.sizes
+    width, bk = call.state_width, power_of_two(k)
+    warps, stages = call.options.tuning.state
+    rounded = call.state_format != "none"
+    tiles = -(-v // call.tile_v)
+    initial = call.inputs.initial_state
+    launch = Launch(
+        kernel=chunk_state.chunk_state_forward_kernel,
+        grid=(call.n_sequences + call.is_packed) * hv * -(-v // width),
+        inputs={
+            "p_q": intra["p_qg"],
+            "p_k": intra["p_kg"],
+            "p_w": intra["p_w"],
+            "p_u": intra["p_u"],
+            "p_p": intra["p_p"],
+            "p_g": intra["p_gate"],
+            "p_initial": initial if initial is not None else intra["p_gate"],
+            "p_sequences": p_sequences,
+        },
+        outputs={
+            "p_o": call.by_row(hv, v) if write_o else UNUSED,
+            "p_final": call.sequence_states(),
+            "p_h": call.states("uint8" if rounded else call.dtype) if save_h else UNUSED,
+            "p_h_scale": Buffer((call.slots, hv, tiles), "float32") if save_h and rounded else UNUSED,
+            "p_v_new": call.by_row(hv, v) if save_v else UNUSED,
+        },
+        constants={
+            **call.dims("scale", "T", "NT", "N", "HK", "HV", "K", "V", "BT", "IS_KDA", "IS_PACKED"),
+            **call.dims("STATE_FORMAT", "TILE_V", "HARDWARE_FP8", "PRECISION"),
+            "BK": bk,
+            "BV": width,
+            "HAS_INITIAL": initial is not None,
+            "WRITE_O": write_o,
+            "SAVE_H": save_h,
+            "SAVE_V": save_v,
+        },
+        num_warps=_warps(warps, bk * width // 64),
+        num_stages=stages,
+    )
+    return call.run(launch)
+
+
+def _output_forward(call: Call, intra: dict[str, Any], scan: dict[str, Any], p_chunks: Any) -> Any:
+    _, _, _, hv, k, v = call.sizes
+    bk, bv = power_of_two(k), call.width(64, v)
+    warps, stages = call.options.tuning.output
+    launch = Launch(
+        kernel=chunk_output.chunk_output_forward_kernel,
+        grid=call.slots * hv * -(-v // bv),
+        inputs={
+            "p_q": intra["p_qg"],
+            "p_p": intra["p_p"],
+            "p_g": intra["p_gate"],
+            "p_h": scan["p_h"],
+            "p_h_scale": scan["p_h_scale"],
+            "p_v_new": scan["p_v_new"],
+            "p_chunks": p_chunks,
+        },
+        outputs={"p_o": call.by_row(hv, v)},
+        constants={
+            **call.dims("scale", "T", "NT", "HK", "HV", "K", "V", "BT", "IS_KDA", "IS_PACKED"),
+            **call.dims("STATE_FORMAT", "TILE_V", "HARDWARE_FP8", "PRECISION"),
+            "BK": bk,
+            "BV": bv,
+        },
+        num_warps=_warps(warps, bk),
+        num_stages=stages,
+    )
+    return call.run(launch)["p_o"]
+
+
+def forward(run: Run, inputs: Inputs, options: Options, *, with_residuals: bool = True) -> Output:
+    """o, the final state and, with_residuals, what `backward` needs.
+
+    Raises ValueError for shapes and dtypes that do not fit together, and UnsupportedByKernels for what only other
+    backends do.
+    """
+    call = Call(run, inputs, options)
+    b, t, _, hv, _, v = call.sizes
+    p_chunks, p_sequences = _tables(call)
+    intra = _intra_forward(call, p_chunks, with_residuals)
+    intra["p_gate"] = intra["p_decay"] if call.is_kda else intra["p_gsum"]
+    split = options.tuning.split_output
+    keep = with_residuals and options.save_states and call.state_format != "none"
+    scan = _scan_forward(call, intra, p_sequences, write_o=not split, save_h=split or keep, save_v=split)
+    o = _output_forward(call, intra, scan, p_chunks) if split else scan["p_o"]
+    residuals = None
+    if with_residuals:
+        residuals = Residuals(
+            x=intra["p_x"],
+            p=intra["p_p"],
+            g_sum=None if call.is_kda else intra["p_gsum"],
+            h=scan["p_h"] if keep else None,
+            h_scale=scan["p_h_scale"] if keep else None,
+        )
+    return Output(o.reshape(b, t, hv, v), scan["p_final"], residuals)
+
+
+def _recompute(call: Call, residuals: Residuals, p_chunks: Any, p_sequences: Any) -> dict[str, Any]:
+    """w, v', h, h_scale, and the scan's q, k and gate, as the forward had them."""
+    _, _, _, hv, k, v = call.sizes
+    bk = power_of_two(k)
+    warps, stages = call.options.tuning.intra
+    kda, known = call.is_kda, residuals.h is not None
+    launch = Launch(
+        kernel=intra_chunk.wy_recompute_kernel,
+        grid=call.slots * hv,
+        inputs={
+            "p_q": call.inputs.q,
+            "p_k": call.inputs.k,
+            "p_v": call.inputs.v,
+            "p_g": call.inputs.g if kda else residuals.g_sum,
+            "p_beta": call.inputs.beta,
+            "p_x": residuals.x,
+            "p_h": residuals.h if known else residuals.x,
+            "p_h_scale": residuals.h_scale if known else residuals.x,
+            "p_chunks": p_chunks,
+        },
+        outputs={
+            "p_decay": Buffer((call.slots, hv, k), "float32") if kda else UNUSED,
+            "p_qg": call.by_row(hv, k) if kda else UNUSED,
+            "p_kg": call.by_row(hv, k) if kda else UNUSED,
+            "p_w": call.by_row(hv, k),
+            "p_u": call.by_row(hv, v),
+        },
+        constants={
+            **call.dims("scale", "T", "NT", "H", "HV", "K", "V", "BT", "IS_KDA", "IS_PACKED"),
+            **call.dims("STATE_FORMAT", "TILE_V", "W_FORMAT", "HARDWARE_FP8", "PRECISION"),
+            "BK": bk,
+            "BV": call.width(64, v),
+            "HAS_STATES": known,
+        },
+        num_warps=_warps(warps, bk),
+        num_stages=stages,
+    )
+    out = call.run(launch)
+    if not kda:
+        out |= {"p_qg": call.inputs.q, "p_kg": call.inputs.k}
+    out |= {"p_gate": out["p_decay"] if kda else residuals.g_sum, "p_p": residuals.p}
+    if known:
+        return out | {"p_v_new": out["p_u"], "p_h": residuals.h, "p_h_scale": residuals.h_scale}
+    scan = _scan_forward(call, out, p_sequences, write_o=False, save_h=True, save_v=True)
+    return out | {name: scan[name] for name in ("p_v_new", "p_h", "p_h_scale")}
+
+
+def _scan_backward(call: Call, saved: dict[str, Any], do: Any, dfinal: Any, p_sequences: Any) -> dict[str, Any]:
+    _, _, _, hv, k, v = call.sizes
+    bk, width = power_of_two(k), call.width(call.options.tuning.reverse_width, v)
+    warps, stages = call.options.tuning.reverse
+    launch = Launch(
+        kernel=chunk_state.chunk_state_backward_kernel,
+        grid=call.n_sequences * hv * -(-v // width),
+        inputs={
+            "p_q": saved["p_qg"],
+            "p_k": saved["p_kg"],
+            "p_w": saved["p_w"],
+            "p_p": saved["p_p"],
+            "p_g": saved["p_gate"],
+            "p_do": do,
+            "p_dfinal": dfinal,
+            "p_sequences": p_sequences,
+        },
+        outputs={
+            "p_dh": call.states(call.dtype),
+            "p_dv_new": call.by_row(hv, v),
+            "p_dinitial": call.sequence_states(),
+        },
+        constants={
+            **call.dims("scale", "T", "NT", "HK", "HV", "K", "V", "BT", "IS_KDA", "IS_PACKED", "PRECISION"),
+            "BK": bk,
+            "BV": width,
+        },
+        num_warps=_warps(warps, bk * width // 64),
+        num_stages=stages,
+    )
+    return call.run(launch)
+
+
+def _output_backward(
+    call: Call, residuals: Residuals, saved: dict[str, Any], scan: dict[str, Any], do: Any, p_chunks: Any
+) -> dict[str, Any]:
+    _, _, _, hv, k, v = call.sizes
+    warps, stages = call.options.tuning.output_backward
+    launch = Launch(
+        kernel=chunk_output.chunk_output_backward_kernel,
+        grid=call.slots * hv,
+        inputs={
+            "p_q": call.inputs.q,
+            "p_k": call.inputs.k,
+            "p_g": call.inputs.g if call.is_kda else residuals.g_sum,
+            "p_h": saved["p_h"],
+            "p_h_scale": saved["p_h_scale"],
+            "p_dh": scan["p_dh"],
+            "p_v_new": saved["p_v_new"],
+            "p_dv_new": scan["p_dv_new"],
+            "p_do": do,
+            "p_chunks": p_chunks,
+        },
+        outputs={
+            "p_dq": call.by_row(hv, k),
+            "p_dk": call.by_row(hv, k),
+            "p_dw": call.by_row(hv, k),
+            "p_dgsum": call.gate_sums(),
+        },
+        constants={
+            **call.dims("scale", "T", "NT", "H", "HV", "K", "V", "BT", "IS_KDA", "IS_PACKED"),
+            **call.dims("STATE_FORMAT", "TILE_V", "HARDWARE_FP8", "PRECISION"),
+            "BK": call.width(64, k),
+            "BV": call.width(64, v),
+        },
+        num_warps=warps,
+        num_stages=stages,
+    )
+    return call.run(launch)
+
+
+def _intra_backward(
+    call: Call, residuals: Residuals, scan: dict[str, Any], outer: dict[str, Any], p_chunks: Any
+) -> dict[str, Any]:
+    _, _, _, hv, k, v = call.sizes
+    warps, stages = call.options.tuning.intra_backward
+    launch = Launch(
+        kernel=intra_chunk.intra_chunk_backward_kernel,
+        grid=call.slots * hv,
+        inputs={
+            "p_k": call.inputs.k,
+            "p_v": call.inputs.v,
+            "p_g": call.inputs.g if call.is_kda else residuals.g_sum,
+            "p_beta": call.inputs.beta,
+            "p_x": residuals.x,
+            "p_dw": outer["p_dw"],
+            "p_dv_new": scan["p_dv_new"],
+            "p_dk_outer": outer["p_dk"],
+            "p_dgsum": outer["p_dgsum"],
+            "p_chunks": p_chunks,
+        },
+        outputs={
+            "p_dk": call.by_row(hv, k),
+            "p_dv": call.by_row(hv, v),
+            "p_dbeta": Buffer((call.rows, hv), dtype_name(call.inputs.beta)),
+            "p_dg": call.gate_sums(),
+        },
+        constants={
+            **call.dims("T", "NT", "H", "HV", "K", "V", "BT", "IS_KDA", "IS_PACKED", "PRECISION"),
+            "BK": call.width(64, k),
+            "BV": call.width(64, v),
+        },
+        num_warps=warps,
+        num_stages=stages,
+    )
+    return call.run(launch)
+
+
+def _sum_groups(call: Call, x: Any) -> Any:
+    """[rows, HV, K] summed over the value heads of each q/k head."""
+    _, _, h, hv, k, _ = call.sizes
+    if h == hv:
+        return x
+    block = 32
+    launch = Launch(
+        kernel=chunk_output.group_sum_kernel,
+        grid=-(-call.rows // block) * h,
+        inputs={"p_x": x},
+        outputs={"p_y": call.by_row(h, k)},
+        constants={"ROWS": call.rows, **call.dims("H", "HV", "K"), "BLOCK": block, "BK": power_of_two(k)},
+    )
+    return call.run(launch)["p_y"]
+
+
+def backward(run: Run, inputs: Inputs, residuals: Residuals, do: Any, dfinal: Any, options: Options) -> Gradients:
+    """Gradients of everything, straight through every rounding.
+
+    do: [B, T, HV, V] in v's dtype. dfinal: [N, HV, K, V] float32, zeros where the final state is not used.
+    """
+    call = Call(run, inputs, options)
+    b, t, h, hv, k, v = call.sizes
+    p_chunks, p_sequences = _tables(call)
+    saved = _recompute(call, residuals, p_chunks, p_sequences)
+    scan = _scan_backward(call, saved, do, dfinal, p_sequences)
+    outer = _output_backward(call, residuals, saved, scan, do, p_chunks)
+    inner = _intra_backward(call, residuals, scan, outer, p_chunks)
+    return Gradients(
+        q=_sum_groups(call, outer["p_dq"]).reshape(b, t, h, k),
+        k=_sum_groups(call, inner["p_dk"]).reshape(b, t, h, k),
+        v=inner["p_dv"].reshape(b, t, hv, v),
+        g=inner["p_dg"].reshape(inputs.g.shape),
+        beta=inner["p_dbeta"].reshape(b, t, hv),
+        initial_state=scan["p_dinitial"],
+    )

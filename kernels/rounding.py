@@ -1,0 +1,104 @@
+"""Device functions that quantize a tile: the formulas of jlaqat.rounding, equal to it bit for bit.
+
+A quantized value is kept as `code` (its position on the format's grid, as a float: exact in bfloat16, float16 and TF32)
+and `scale`. Products take the codes, so a rounded state loses nothing on its way through the matrix units, and the
+scale is applied to the float32 result.
+"""
+
+import triton
+import triton.language as tl
+
+TINY = tl.constexpr(1.1754943508222875e-38)  # smallest normal float32
+SHIFT = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it leaves an integer's worth of mantissa
+
+
+@triton.jit
+def compute_scale(amax, MAXIMUM: tl.constexpr):
+    """(s, r): s = RN(amax / MAXIMUM), 1 where that is zero or subnormal; r = RN(1 / s)."""
+    s = tl.div_rn(amax, tl.full(amax.shape, MAXIMUM, tl.float32))
+    s = tl.where(s < TINY, 1.0, s)
+    return s, tl.div_rn(tl.full(s.shape, 1.0, tl.float32), s)
+
+
+@triton.jit
+def finite_or_inf(x):
+    """|x|, with NaN turned into Inf: a maximum may drop NaN, and an infinite amax turns the whole tile into NaN."""
+    return tl.where(x == x, tl.abs(x), float("inf"))
+
+
+@triton.jit
+def round_e4m3(x, HARDWARE_FP8: tl.constexpr):
+    """To the nearest E4M3 value, ties to even; |x| is at most 448 (up to the last bit) or NaN."""
+    if HARDWARE_FP8:
+        return x.to(tl.float8e4nv).to(tl.float32)
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True)
+    exponent = tl.maximum((bits >> 23) & 0xFF, 121)  # subnormals share the step of 2^-6
+    step = ((exponent - 3) << 23).to(tl.float32, bitcast=True)
+    rounded = (magnitude + SHIFT * step) - SHIFT * step
+    sign = bits & -2147483648
+    return (rounded.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def round_code(x, FORMAT: tl.constexpr, HARDWARE_FP8: tl.constexpr):
+    if FORMAT == "e4m3":
+        return round_e4m3(x, HARDWARE_FP8)
+    else:
+        tl.static_assert(FORMAT == "int8")
+        return (x + SHIFT) - SHIFT
+
+
+@triton.jit
+def quantize_state(b_s, TILE_V: tl.constexpr, FORMAT: tl.constexpr, HARDWARE_FP8: tl.constexpr):
+    """Codes [BK, BV] and scales [BV] of a state block: one scale for each TILE_V columns over all rows."""
+    BV: tl.constexpr = b_s.shape[1]
+    column = tl.max(finite_or_inf(b_s), axis=0)
+    if BV > TILE_V:
+        tile = tl.max(tl.reshape(column, [BV // TILE_V, TILE_V]), axis=1)
+        column = tl.reshape(tl.broadcast_to(tile[:, None], [BV // TILE_V, TILE_V]), [BV])
+    else:
+        column = tl.zeros([BV], tl.float32) + tl.max(column, axis=0)
+    s, r = compute_scale(column, 448.0 if FORMAT == "e4m3" else 127.0)
+    return round_code(b_s * r[None, :], FORMAT, HARDWARE_FP8), s
+
+
+@triton.jit
+def fake_quantize_rows(b_x, FORMAT: tl.constexpr, HARDWARE_FP8: tl.constexpr):
+    """Quantize-dequantized rows of [BT, BK]: one scale a row."""
+    s, r = compute_scale(tl.max(finite_or_inf(b_x), axis=1), 448.0 if FORMAT == "e4m3" else 127.0)
+    return round_code(b_x * r[:, None], FORMAT, HARDWARE_FP8) * s[:, None]
+
+
+@triton.jit
+def encode(code, FORMAT: tl.constexpr, HARDWARE_FP8: tl.constexpr):
+    """Eight bits of a code, as uint8: E4M3's own bits, or two's complement (NaN becomes 0: its scale is Inf)."""
+    if FORMAT == "int8":
+        return tl.where(code == code, code, 0.0).to(tl.int32).to(tl.uint8)
+    elif HARDWARE_FP8:
+        return code.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        bits = code.to(tl.int32, bitcast=True)
+        exponent = (bits >> 23) & 0xFF
+        subnormal = tl.where(exponent < 121, tl.abs(code) * 512.0, 0.0).to(tl.int32)
+        normal = ((exponent - 120) << 3) | ((bits >> 20) & 7)
+        low = tl.where(exponent < 121, subnormal, normal)
+        low = tl.where(code == code, low, 0x7F)
+        return (low | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def decode(byte, FORMAT: tl.constexpr, HARDWARE_FP8: tl.constexpr):
+    """The code that `encode` stored, as float32."""
+    if FORMAT == "int8":
+        return byte.to(tl.int8, bitcast=True).to(tl.float32)
+    elif HARDWARE_FP8:
+        return byte.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        low = byte.to(tl.int32)
+        mantissa = low & 7
+        exponent = (low >> 3) & 15
+        normal = (((exponent + 120) << 23) | (mantissa << 20)).to(tl.float32, bitcast=True)
+        value = tl.where(exponent == 0, mantissa.to(tl.float32) * 0.001953125, normal)
+        value = tl.where((low & 0x7F) == 0x7F, float("nan"), value)
+        return tl.where(low >= 128, -value, value)

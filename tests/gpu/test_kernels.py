@@ -1,0 +1,103 @@
+"""The kernels on a GPU, through the PyTorch runner: the contract's bounds, poisoned outputs, equal bits."""
+
+import kernel_oracle as oracle
+import pytest
+import torch
+from kernel_checks import cast, check, run_both, run_kernels
+
+from jlaqat.kernels.call import Options, Tuning
+from jlaqat.spec import DeltaQuant, QuantSpec
+
+DEVICE = "cuda"
+HARDWARE = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+PLAIN = DeltaQuant()
+FP8 = DeltaQuant(state=QuantSpec.fp8(), w=QuantSpec.fp8())
+STATE = DeltaQuant(state=QuantSpec.fp8())
+INT8 = DeltaQuant(state=QuantSpec.int8())
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+SIZES = dict(b=2, t=300, h=2, hv=2, dk=128, dv=128)
+
+# name: (sizes, gate is KDA, quant, dtype, bound factor)
+CASES = {
+    "gdn-plain": ({}, False, PLAIN, BF16, 1),
+    "gdn-fp8": ({}, False, FP8, BF16, 1),
+    "gdn-int8": ({}, False, INT8, BF16, 1),
+    "kda-plain": ({}, True, PLAIN, BF16, 1),
+    "kda-fp8": ({}, True, FP8, BF16, 1),
+    "kda-int8": ({}, True, INT8, BF16, 1),
+    "gdn-float32": (dict(t=130), False, STATE, FP32, 1),
+    "kda-float32": (dict(t=130), True, STATE, FP32, 1),
+    "gdn-float16": ({}, False, STATE, FP16, 1),
+    "gdn-grouped-d64": (dict(hv=4, dk=64, dv=64), False, FP8, BF16, 1),
+    "kda-grouped-d64": (dict(hv=4, dk=64, dv=64), True, FP8, BF16, 1),
+    "gdn-k100-v64": (dict(dk=100, dv=64), False, FP8, BF16, 1),
+    "kda-k60-v100": (dict(dk=60, dv=100), True, STATE, BF16, 1),
+    "gdn-k256-v256": (dict(b=1, dk=256, dv=256), False, STATE, BF16, 1),
+    "kda-k256-v128": (dict(b=1, dk=256, dv=128), True, STATE, BF16, 1),
+    "gdn-v512": (dict(b=1, dv=512), False, STATE, BF16, 1),
+    "gdn-block16": ({}, False, DeltaQuant(state=QuantSpec.fp8(block_v=16)), BF16, 1),
+    "gdn-block128": ({}, False, DeltaQuant(state=QuantSpec.fp8(block_v=128)), BF16, 1),
+    "gdn-no-decay": (dict(g_mean=0.0), False, FP8, BF16, 1),
+    "kda-strong-decay": (dict(g_mean=-5.0, t=192), True, FP8, BF16, 1),
+    "gdn-beta2": (dict(beta_max=2.0), False, PLAIN, BF16, 2),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_within_the_contract_s_bounds(name):
+    changes, kda, quant, dtype, factor = CASES[name]
+    inputs = oracle.make_inputs(1, **(SIZES | changes), kda=kda, device=DEVICE)
+    pairs = run_both(inputs, quant, dtype, hardware_fp8=HARDWARE)
+    print(name, {key: f"{value:.1e}" for key, value in check(pairs, dtype, factor).items()})
+
+
+@pytest.mark.parametrize("kda", [False, True], ids=["gdn", "kda"])
+def test_packed_sequences(kda):
+    cu_seqlens = torch.tensor([0, 0, 64, 64, 130, 131, 280], dtype=torch.int32, device=DEVICE)
+    inputs = oracle.make_inputs(2, **(SIZES | dict(b=1)), kda=kda, device=DEVICE, n=6)
+    for x in inputs[:5]:
+        x[:, 280:] = float("nan")
+    pairs = run_both(inputs, FP8, BF16, cu_seqlens=cu_seqlens, hardware_fp8=HARDWARE)
+    for name in ("o", "dq", "dk", "dv", "dg", "dbeta"):
+        assert (pairs[name][0][:, 280:] == 0).all(), name
+        pairs[name] = tuple(x[:, :280] for x in pairs[name])
+    check(pairs, BF16)
+
+
+@pytest.mark.parametrize("kda", [False, True], ids=["gdn", "kda"])
+def test_equal_bits(kda):
+    """Two runs, states saved or walked again, hardware or arithmetic E4M3: the same bits everywhere."""
+    given = cast(oracle.make_inputs(3, **SIZES, kda=kda, device=DEVICE), BF16)
+    options = dict(scale=128**-0.5, quant=FP8)
+    runs = [
+        run_kernels(given, Options(**options, hardware_fp8=HARDWARE)),
+        run_kernels(given, Options(**options, hardware_fp8=HARDWARE)),
+        run_kernels(given, Options(**options, hardware_fp8=HARDWARE, save_states=False)),
+        run_kernels(given, Options(**options, hardware_fp8=False)),
+    ]
+    first = [*runs[0][0][:2], *runs[0][1]]
+    for label, (out, grads, *_) in zip(("again", "recomputed", "arithmetic"), runs[1:], strict=True):
+        for i, (x, y) in enumerate(zip(first, [*out[:2], *grads], strict=True)):
+            assert torch.equal(x, y), (label, i, oracle.error_ratio(x, y))
+
+
+def test_split_output_agrees():
+    inputs = oracle.make_inputs(4, **SIZES, kda=False, device=DEVICE)
+    pairs = run_both(inputs, FP8, BF16, hardware_fp8=HARDWARE, tuning=Tuning(split_output=True))
+    check(pairs, BF16)
+
+
+def test_many_short_sequences():
+    """More sequences than a grid axis of 65,535 has room for programs."""
+    n, t, h = 2050, 16, 32
+    given = cast(oracle.make_inputs(5, b=1, t=n * t, h=h, hv=h, dk=16, dv=16, kda=False, device=DEVICE, n=n), BF16)
+    packed = given._replace(cu_seqlens=torch.arange(0, n * t + 1, t, dtype=torch.int32, device=DEVICE))
+    as_batch = given._replace(
+        **{x: getattr(given, x).reshape(n, t, *getattr(given, x).shape[2:]) for x in given._fields[:5]}
+    )
+    options = Options(scale=0.25, quant=STATE, hardware_fp8=HARDWARE)
+    one, two = run_kernels(packed, options), run_kernels(as_batch, options)
+    assert torch.equal(one[0].o.flatten(), two[0].o.flatten())
+    assert torch.equal(one[0].final_state, two[0].final_state)
+    assert torch.isfinite(one[0].o).all()

@@ -1,0 +1,169 @@
+"""Every kernel through Triton's interpreter against the float64 oracle.
+
+Run by test_kernels_interpret.py in its own process. float32 and float16 only: the interpreter's bfloat16 product is
+garbage, and its E4M3 cast neither rounds to nearest nor saturates, so the hardware path waits for tests/gpu.
+"""
+
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(__file__))
+os.environ["TRITON_INTERPRET"] = "1"
+
+import kernel_oracle as oracle
+import pytest
+import torch
+import triton
+import triton.language as tl
+from kernel_checks import check, run_both
+
+from jlaqat.kernels import intra_chunk, pipeline, rounding
+from jlaqat.kernels.call import Inputs, Options, Tuning
+from jlaqat.spec import DeltaQuant, QuantSpec
+from jlaqat.torch_bridge.run import poisoned_run
+
+PLAIN = DeltaQuant()
+FP8 = DeltaQuant(state=QuantSpec.fp8(block_v=16), w=QuantSpec.fp8())
+FP8_WIDE = DeltaQuant(state=QuantSpec.fp8())
+INT8 = DeltaQuant(state=QuantSpec.int8(block_v=32))
+
+NARROW = Tuning(state_width=16)
+SPLIT = Tuning(split_output=True)
+
+
+def inputs_of(**changes):
+    sizes = dict(b=1, t=64 + 21, h=1, hv=1, dk=16, dv=32, kda=False)
+    return oracle.make_inputs(changes.pop("seed", 1), **(sizes | changes))
+
+
+GATES = pytest.mark.parametrize("kda", [False, True], ids=["gdn", "kda"])
+
+
+@GATES
+@pytest.mark.parametrize("quant", [PLAIN, FP8, INT8], ids=["plain", "fp8", "int8"])
+def test_whole_and_partial_chunks(kda, quant):
+    inputs = inputs_of(kda=kda, hv=1 if quant is PLAIN else 2)
+    check(run_both(inputs, quant, torch.float32, tuning=NARROW), torch.float32)
+
+
+@GATES
+def test_packed_sequences_with_empty_ones_and_a_tail(kda):
+    """Lengths 0, 5, 66, 0; rows past the end give zero, and what they hold is never read."""
+    cu_seqlens = torch.tensor([0, 0, 5, 71, 71], dtype=torch.int32)
+    inputs = inputs_of(kda=kda, t=75, n=4, dv=16)
+    for x in inputs[:5]:
+        x[:, 71:] = float("nan")
+    pairs = run_both(inputs, FP8, torch.float32, cu_seqlens=cu_seqlens)
+    for name in ("o", "dq", "dk", "dv", "dg", "dbeta"):
+        assert (pairs[name][0][:, 71:] == 0).all(), name
+        pairs[name] = tuple(x[:, :71] for x in pairs[name])
+    check(pairs, torch.float32)
+
+
+@GATES
+def test_sizes_that_are_no_powers_of_two_in_float16(kda):
+    inputs = inputs_of(kda=kda, t=30, dk=20, dv=36)
+    check(run_both(inputs, FP8_WIDE, torch.float16), torch.float16)
+
+
+@pytest.mark.parametrize("kda, quant", [(False, FP8), (True, PLAIN)], ids=["gdn-fp8", "kda-plain"])
+def test_split_output_and_recomputed_states(kda, quant):
+    pairs = run_both(inputs_of(kda=kda), quant, torch.float32, save_states=False, tuning=SPLIT)
+    check(pairs, torch.float32)
+
+
+@pytest.mark.parametrize("g_mean", [0.0, -30.0])
+@GATES
+def test_decay_from_none_to_all(kda, g_mean):
+    """No decay, and decay that underflows within a token: nothing may overflow on the way."""
+    inputs = inputs_of(kda=kda, t=75, dv=16, g_mean=g_mean, beta_max=2.0)
+    pairs = run_both(inputs, FP8, torch.float32)
+    assert all(torch.isfinite(x).all() for x, _ in pairs.values())
+    check({name: pairs[name] for name in ("o", "dq", "dk", "dv", "dbeta")}, torch.float32)
+    # Gradients of gates and of the initial state shrink with the decay itself, below the resolution of their terms.
+    if g_mean == 0.0:
+        check(pairs, torch.float32)
+
+
+def test_two_sequences_of_two_heads_in_the_right_places():
+    check(run_both(inputs_of(b=2, t=33, h=2, hv=2, dv=16), FP8, torch.float32), torch.float32)
+
+
+def test_initial_state_is_rounded_first_and_an_empty_sequence_returns_it():
+    from jlaqat.rounding import fake_quantize
+
+    inputs = inputs_of(t=4, n=2)
+    cu_seqlens = torch.tensor([0, 0, 4], dtype=torch.int32)
+    for quant in (INT8, FP8_WIDE):
+        q, k, v, g, beta, state = (x.float() for x in inputs)
+        options = Options(scale=0.25, quant=quant)
+        out = pipeline.forward(poisoned_run, Inputs(q, k, v, g, beta, state, cu_seqlens), options)
+        expected = torch.from_dlpack(fake_quantize(state.numpy(), quant.state, site="state"))
+        assert torch.equal(out.final_state[0], expected[0])
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_nan_and_inf_come_out():
+    """A state that is not finite must not come back finite, whatever the format."""
+    for quant, bad in ((PLAIN, "nan"), (FP8, "nan"), (FP8, "inf"), (INT8, "nan"), (INT8, "inf")):
+        q, k, v, g, beta, state = (x.float() for x in inputs_of(t=3))
+        state[0, 0, 3, 5] = float(bad)
+        options = Options(scale=0.25, quant=quant)
+        out = pipeline.forward(poisoned_run, Inputs(q, k, v, g, beta, state), options)
+        assert not torch.isfinite(out.final_state[0, 0, :, 5]).any()
+        assert not torch.isfinite(out.o[0, :, 0, 5]).any()
+
+
+@triton.jit
+def round_kernel(p_x, p_y, p_bytes, p_back, FORMAT: tl.constexpr, BLOCK: tl.constexpr):
+    o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    code = rounding.round_code(tl.load(p_x + o), FORMAT, False)
+    byte = rounding.encode(code, FORMAT, False)
+    tl.store(p_y + o, code)
+    tl.store(p_bytes + o, byte)
+    tl.store(p_back + o, rounding.decode(byte, FORMAT, False))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NaN passes through numpy
+@pytest.mark.parametrize("fmt", ["e4m3", "int8"])
+def test_rounding_and_codes_match_the_contract_bit_for_bit(fmt):
+    from jlaqat.rounding import round_to_format
+
+    limit = {"e4m3": 448.0, "int8": 127.0}[fmt]
+    gen = torch.Generator().manual_seed(0)
+    grid = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().nan_to_num(0.0).sort().values
+    ties = (grid[1:] + grid[:-1]) / 2
+    small = torch.randn(1024, generator=gen) * 2.0 ** torch.randint(-14, 8, (1024,), generator=gen)
+    x = torch.cat([grid, ties, torch.nextafter(ties, ties + 1), small, torch.arange(-127.5, 128, 0.5)]).clamp(
+        -limit, limit
+    )
+    x = torch.cat([x, torch.full((1,), float("nan")), torch.zeros(-(x.numel() + 1) % 256)])
+    y, back, raw = torch.empty_like(x), torch.empty_like(x), torch.empty(x.shape, dtype=torch.uint8)
+    round_kernel[(x.numel() // 256,)](x, y, raw, back, FORMAT=fmt, BLOCK=256)
+    expected = torch.from_dlpack(round_to_format(x.numpy(), fmt))
+    finite = x == x
+    assert torch.equal(y[finite], expected[finite])
+    assert torch.isnan(y[~finite]).all()
+    assert torch.equal(back[finite], y[finite])
+    if fmt == "e4m3":
+        assert torch.equal(raw[finite], y[finite].to(torch.float8_e4m3fn).view(torch.uint8))
+        assert torch.isnan(back[~finite]).all()
+
+
+@triton.jit
+def inverse_kernel(p_a, p_x):
+    o = tl.arange(0, 64)[:, None] * 64 + tl.arange(0, 64)[None, :]
+    tl.store(p_x + o, intra_chunk.unit_lower_inverse(tl.load(p_a + o), "ieee"))
+
+
+@pytest.mark.parametrize("beta", [0.5, 1.0, 1.9])
+def test_inverse_with_correlated_keys(beta):
+    """Nearly equal keys and strong writes, where powers of A blow up and a series for the inverse fails."""
+    gen = torch.Generator().manual_seed(1)
+    k = torch.nn.functional.normalize(torch.randn(1, 32, generator=gen) + 0.3 * torch.randn(64, 32, generator=gen))
+    a = (beta * k @ k.T).tril(-1).contiguous()
+    x = torch.full((64, 64), float("nan"))
+    inverse_kernel[(1,)](a, x)
+    exact = torch.linalg.inv(torch.eye(64, dtype=torch.float64) + a.double())
+    assert oracle.error_ratio(x, exact) < 1e-5
+    assert (x.triu(1) == 0).all()
