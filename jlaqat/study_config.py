@@ -1,0 +1,173 @@
+"""`StudyConfig`: what a study trains, on what, and with which roundings; docs/study.md lists the fields."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+from jlaqat.data import FILE_TASKS, DataConfig, check_model_sizes, loss_kind
+from jlaqat.model import ModelConfig
+from jlaqat.optim import OptimizerConfig, make_schedule
+from jlaqat.quant_fields import parse_cfg
+from jlaqat.spec import CHUNK_SIZE
+from jlaqat.train_config import EvalConfig, TrainConfig
+
+ARMS = ("float32", "ptq", "qat", "control")
+
+# How quant_cfg spells each format of a state; see docs/quantizers.md.
+STATE_CFG: dict[str, dict[str, Any]] = {
+    "e4m3": {"num_bits": "e4m3"},
+    "e5m2": {"num_bits": "e5m2"},
+    "int8": {"num_bits": "int8", "narrow_range": True},
+    "int4": {"num_bits": "int4", "narrow_range": True},
+    "nvfp4": {"num_bits": "e2m1", "block_sizes": {-1: 16, "type": "dynamic", "scale_bits": [4, 3]}},
+    "mxfp8": {"num_bits": "e4m3", "block_sizes": {-1: 32, "type": "dynamic", "scale_bits": [8, 0]}},
+    "mxfp4": {"num_bits": "e2m1", "block_sizes": {-1: 32, "type": "dynamic", "scale_bits": [8, 0]}},
+    "bfloat16": {"num_bits": "bfloat16"},
+    "float16": {"num_bits": "float16"},
+}
+FORMAT_TITLES = {"e4m3": "FP8 E4M3", "e5m2": "FP8 E5M2"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One way to round the states, and the cadence that its QAT arm was trained at."""
+
+    format: str
+    rounding: str
+    cadence: int
+    trained_cadence: int
+
+    @property
+    def trained(self) -> bool:
+        """Whether this very setting has a QAT run, rather than the scores of one at another cadence."""
+        return self.cadence == self.trained_cadence
+
+    @property
+    def name(self) -> str:
+        """For directories and records: nvfp4-1, e4m3-stochastic-64."""
+        return "-".join([self.format, *(["stochastic"] if self.rounding == "stochastic" else []), str(self.cadence)])
+
+    @property
+    def title(self) -> str:
+        words = [FORMAT_TITLES.get(self.format, self.format.upper())]
+        words += ["stochastic"] if self.rounding == "stochastic" else []
+        return " ".join([*words, "every token" if self.cadence == 1 else f"every {self.cadence} tokens"])
+
+    def quant_cfg(self) -> list[dict[str, Any]]:
+        """The entries that set every state quantizer of a model, for `jlaqat.quantize`."""
+        cfg = {**STATE_CFG[self.format], "rounding": self.rounding, "cadence": self.cadence}
+        return [{"quantizer_name": "*[gk]d[na]_state_quantizer", "cfg": cfg}]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StudyConfig:
+    """Four arms for each seed and each of formats × roundings × cadences. Raises ValueError naming field and remedy."""
+
+    model: ModelConfig
+    data: DataConfig
+    # Training in float32, from random weights.
+    steps: int = 1000
+    optimizer: OptimizerConfig = OptimizerConfig()
+    # Training on from there: QAT with the rounding, control without; a fresh optimizer, the same tokens.
+    finetune_steps: int = 300
+    finetune_optimizer: OptimizerConfig = OptimizerConfig()
+    # Runs; run i has weights and tokens of seed `seed` + i.
+    seeds: int = 3
+    seed: int = 0
+
+    # Formats of the state, by the names of `jlaqat.spec.FORMATS`.
+    formats: tuple[str, ...] = ("nvfp4", "e4m3")
+    # "nearest", "stochastic" or both.
+    roundings: tuple[str, ...] = ("nearest",)
+    # Tokens between two roundings, 1, 16 or 64: each gets a QAT run of its own …
+    cadences: tuple[int, ...] = (1,)
+    # … and each of these is only scored, with the arms trained for cadences[0].
+    score_cadences: tuple[int, ...] = ()
+
+    # Held-out data, the same for every seed and arm: eval_batches batches of eval_batch_size.
+    eval_batches: int = 4
+    eval_batch_size: int = 64
+    # Share of the sequence, at its end, that is scored (synthetic tasks).
+    score_tail: float = 1.0
+    # Steps per jitted call, where they divide evenly.
+    scan_steps: int = 50
+
+    def __post_init__(self) -> None:
+        for field in ("formats", "roundings", "cadences", "score_cadences"):
+            object.__setattr__(self, field, tuple(getattr(self, field)))
+        for field in ("steps", "finetune_steps", "seeds", "eval_batches", "eval_batch_size", "scan_steps"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field}={getattr(self, field)} must be at least 1.")
+        for field, allowed in (
+            ("formats", tuple(STATE_CFG)),
+            ("roundings", ("nearest", "stochastic")),
+            ("cadences", (1, 16, CHUNK_SIZE)),
+        ):
+            given = getattr(self, field)
+            if not given or len(set(given)) != len(given) or not set(given) <= set(allowed):
+                raise ValueError(
+                    f"{field}={list(given)} must name one or more of {', '.join(map(repr, allowed))}, once."
+                )
+        scored = set(self.score_cadences)
+        if len(scored) != len(self.score_cadences) or not scored <= {1, 16, CHUNK_SIZE} - set(self.cadences):
+            raise ValueError(
+                f"score_cadences={list(self.score_cadences)} must be different ones of 1, 16, {CHUNK_SIZE} that are "
+                f"not in cadences={list(self.cadences)}, which are trained and scored."
+            )
+        if not 0.0 < self.score_tail <= 1.0:
+            raise ValueError(f"score_tail={self.score_tail} is out of range; give a share above 0, at most 1.")
+        if self.score_tail != 1.0 and self.data.task in FILE_TASKS:
+            raise ValueError(
+                f"score_tail={self.score_tail} applies to synthetic tasks; set it to 1 for {self.data.task!r}."
+            )
+        for setting in self.settings:
+            parse_cfg(setting.quant_cfg()[0]["cfg"], "state")  # raises where format and rounding do not go together
+        if not {"gdn", "kda"} & set(self.model.layer_kinds):
+            raise ValueError(
+                f"model.pattern={self.model.pattern} has no gdn or kda layer, so no state to round; add one."
+            )
+        check_model_sizes(
+            self.data,
+            vocab_size=self.model.vocab_size,
+            input_size=self.model.input_size,
+            output_size=self.model.output_size,
+        )
+        make_schedule(self.optimizer, self.steps)
+        make_schedule(self.finetune_optimizer, self.finetune_steps)
+
+    @property
+    def settings(self) -> list[Setting]:
+        """Every setting, in the order of the table."""
+        return [
+            Setting(format=f, rounding=r, cadence=c, trained_cadence=c if c in self.cadences else self.cadences[0])
+            for f, r, c in itertools.product(self.formats, self.roundings, (*self.cadences, *self.score_cadences))
+        ]
+
+    @property
+    def eval_data(self) -> DataConfig:
+        return dataclasses.replace(self.data, split="eval", batch_size=self.eval_batch_size, tail=self.score_tail)
+
+    @property
+    def score_name(self) -> str:
+        """ "mse" and "loss" (lower is better) or "accuracy" (higher is better)."""
+        if loss_kind(self.data) == "squared_error":
+            return "mse"
+        return "loss" if self.data.task in FILE_TASKS else "accuracy"
+
+    def seed_data(self, index: int) -> DataConfig:
+        """Training data of run `index`."""
+        return dataclasses.replace(self.data, seed=self.data.seed + self.seed + index)
+
+    def finetune_config(self, index: int, setting: Setting) -> TrainConfig:
+        """The QAT phase of run `index` as a run of its own: saved with its checkpoint, for `jlaqat eval`."""
+        return TrainConfig(
+            model=self.model,
+            data=self.seed_data(index),
+            optimizer=self.finetune_optimizer,
+            quant=setting.quant_cfg(),
+            steps=self.finetune_steps,
+            seed=self.seed + index,
+            evaluation=EvalConfig(batches=self.eval_batches, data=self.eval_data),
+        )
