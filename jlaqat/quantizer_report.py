@@ -192,7 +192,9 @@ def _saved(metadata: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str,
         owner, dot, handle = old.rpartition(".")
         name = aliases.get(old, owner + dot + aliases.get(handle, handle))
         if name in saved:
-            raise QuantConfigError(f"checkpoint quantizers: {old} is now {name}, which the checkpoint has as well.")
+            raise QuantConfigError(
+                f"checkpoint quantizers: two of them are now {name}, one is {old}; mend the aliases."
+            )
         saved[name] = entry
     return saved
 
