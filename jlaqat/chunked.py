@@ -2,7 +2,7 @@
 
 One `custom_vjp` serves both gates. What is quadratic in a chunk (A, its inverse X, P) and what depends on no state
 (w, u) is formed for all chunks at once; a scan carries the state; the backward scans the other way. Memory grows
-linearly in T: states are kept at chunk boundaries only, as is X; P, w, u and v' are formed again, from the same
+linearly in T: states are kept at chunk boundaries only, beside P and X; w, u and v' are formed again, from the same
 operands by the same products, so rounding inside the backward falls as it fell in the forward.
 
 Formulas, names and the places that round: docs/delta_rule.md. In chunk space arrays are [n, b, heads, chunk, ...], see
@@ -52,6 +52,7 @@ class Residuals(NamedTuple):
     inputs: Inputs
     cu_seqlens: Array | None  # [N + 1]
     arrays: QuantArrays
+    P: Array  # [n, b, HV, C, C]
     X: Array  # [n, b, HV, C, C], (I + A)⁻¹
     states: Array  # [n, b, HV, K, V], the (rounded) state entering each chunk
 
@@ -109,16 +110,15 @@ def forward(quant: DeltaQuant, scale: float, inputs: Inputs, cu_seqlens: Array |
         step, states.start(initial_states(inputs, num_sequences, quant, arrays)), scanned
     )
     o = from_chunks(o, layout, inputs.v.shape[1]).astype(inputs.v.dtype)
-    return (o, states.finish(carry)), Residuals(inputs, cu_seqlens, arrays, X, entering)
+    return (o, states.finish(carry)), Residuals(inputs, cu_seqlens, arrays, P, X, entering)
 
 
 def backward(quant: DeltaQuant, scale: float, residuals: Residuals, cotangents: tuple[Array, Array]):
     """Gradients of `Inputs`; nothing for cu_seqlens and the quantizers' arrays. Straight-through at every rounding."""
-    inputs, cu_seqlens, arrays, X, S = residuals
+    inputs, cu_seqlens, arrays, P, X, S = residuals
     layout = make_layout(inputs.k.shape[0], inputs.k.shape[1], cu_seqlens)
     chunks = chunk_operands(inputs, layout)
     q, k, v, G, beta = chunks
-    _, P = pair_products(q, k, G, beta, scale)
     decayed = decay_operands(chunks, scale)
     u, w, w_exact = wy_factors(X, decayed, chunks, layout, quant, arrays)
     v_new = u - matmul("...ck,...kv->...cv", w, S)

@@ -4,12 +4,12 @@ A_ij = β_i Σ_K k_i k_j e^(G_i − G_j) for i > j and P_ij = scale Σ_K q_i k_j
 backward, for one gate a head (GDN: G [..., 1]) and one gate a key channel (KDA: G [..., K]). Source of the maths:
 arXiv 2412.06464, arXiv 2510.26692.
 
-A decay per channel cannot leave the sum over K, and e^(−G) alone overflows, so KDA splits the pairs by halving the
-chunk: rows of an upper half meet columns of the lower half through an anchor, the upper half's first row a, as (x_i
-e^(G_i − G_a)) · (k_j e^(G_a − G_j)). Both factors are at most 1 at every level, down to single rows, so nothing
-overflows at any decay, and an anchor depends on no later row: a prefix gives the same bits.
+A decay per channel cannot leave the sum over K, and e^(−G) alone overflows. So KDA quarters the chunk: rows of 16 meet the
+columns before them through an anchor, their first row a, as (x_i e^(G_i − G_a)) · (k_j e^(G_a − G_j)); so do rows of 4
+inside their 16; pairs inside 4 rows are summed exactly. All factors are at most 1, so nothing overflows at any decay, and
+an anchor depends on no later row, so that a prefix gives the same bits.
 
-Shapes: q, k [..., H, C, K]; G [..., HV, C, 1 or K]; beta [..., HV, C]; A, P [..., HV, C, C]. C is a power of two.
+Shapes: q, k [..., H, C, K]; G [..., HV, C, 1 or K]; beta [..., HV, C]; A, P [..., HV, C, C]. C is 64.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 Array = jax.Array
+QUARTERS = (16, 4)  # rows that share an anchor, level by level
 
 
 def matmul(subscripts: str, x: Array, y: Array) -> Array:
@@ -61,16 +62,7 @@ def pair_products(q: Array, k: Array, G: Array, beta: Array, scale: float) -> tu
         A = beta[..., None] * strictly_lower(per_value_head(matmul("...ik,...jk->...ij", k, k), heads) * decay)
         P = scale * (per_value_head(matmul("...ik,...jk->...ij", q, k), heads) * decay)
         return A, P
-    rows, columns = _kda_operands(q, k, beta, scale)
-    diagonal = jnp.stack([(rows[0] * columns).sum(-1), jnp.zeros_like(beta)])[
-        ..., None, None
-    ]  # single rows: [2, ..., C, 1, 1]
-    while diagonal.shape[-3] > 1:
-        size = diagonal.shape[-1]
-        row, column, _, _ = _halves(rows, columns, G, size)
-        diagonal = _join(diagonal, matmul("s...ik,...jk->s...ij", row, column))
-    P, A = diagonal[..., 0, :, :]
-    return A, P
+    return _kda_products(q, k, G, beta, scale)
 
 
 def pair_products_backward(
@@ -79,27 +71,7 @@ def pair_products_backward(
     """Gradients (dq, dk, dG, dbeta) of `pair_products`; dA strictly lower, dP lower; dq, dk per key head."""
     if G.shape[-1] == 1:
         return _gdn_backward(q, k, G, beta, scale, dA, dP)
-    rows, columns = _kda_operands(q, k, beta, scale)
-    cotangent = jnp.stack([dP, dA])
-    on_diagonal = jnp.diagonal(dP, axis1=-2, axis2=-1)[..., None]
-    drows = jnp.stack([on_diagonal * columns, jnp.zeros_like(columns)])
-    dcolumns = on_diagonal * rows[0]
-    size = 1
-    while size < k.shape[-2]:
-        row, column, row_decay, column_decay = _halves(rows, columns, G, size)
-        block = _off_diagonal(cotangent, size)
-        drow = row_decay * matmul("s...ij,...jk->s...ik", block, column)
-        dcolumn = column_decay * matmul("s...ij,s...ik->...jk", block, row)
-        drows = drows + _upper(drow).reshape(drows.shape)
-        dcolumns = dcolumns + _lower(dcolumn).reshape(dcolumns.shape)
-        size *= 2
-    d, r = drows
-    dG = (rows * drows).sum(0) - columns * dcolumns
-    dbeta = (r * columns).sum(-1)
-    heads = k.shape[-3]
-    dq = per_key_head(scale * d, heads)
-    dk = per_key_head(beta[..., None] * r + dcolumns, heads)
-    return dq, dk, dG, dbeta
+    return _kda_backward(q, k, G, beta, scale, dA, dP)
 
 
 def _pair_decay(G: Array) -> Array:
@@ -125,64 +97,120 @@ def _gdn_backward(q, k, G, beta, scale, dA, dP):
     return dq, dk, dG, dbeta
 
 
-def _kda_operands(q: Array, k: Array, beta: Array, scale: float) -> tuple[Array, Array]:
-    """rows [2, ..., HV, C, K]: scale·q, then β·k; columns [..., HV, C, K]: k."""
+def _kda_products(q: Array, k: Array, G: Array, beta: Array, scale: float) -> tuple[Array, Array]:
+    row_q, row_k, columns = _kda_operands(q, k, beta, scale)
+    decayed = _blocks(columns, QUARTERS[-1])[..., None, :, :] * _exact_decay(G)
+    P, A = ((_blocks(row, QUARTERS[-1])[..., :, None, :] * decayed).sum(-1) for row in (row_q, row_k))
+    for size in reversed(QUARTERS):
+        row_decay, column_decay = _anchored_decay(G, size)
+        rows = jnp.concatenate([_later(row_q, size), _later(row_k, size)], axis=-2) * _twice(row_decay)
+        before = matmul("...ik,...jk->...ij", rows, _earlier(columns, size) * column_decay)
+        P, A = _assemble(P, before[..., :size, :]), _assemble(A, before[..., size:, :])
+    return strictly_lower(A[..., 0, :, :]), P[..., 0, :, :]
+
+
+def _kda_backward(q, k, G, beta, scale, dA, dP):
+    row_q, row_k, columns = _kda_operands(q, k, beta, scale)
+    d = r = c = jnp.zeros_like(columns)
+    dP, dA = dP[..., None, :, :], dA[..., None, :, :]
+    for size in QUARTERS:
+        (before_P, dP), (before_A, dA) = _take_apart(dP, size), _take_apart(dA, size)
+        before = jnp.concatenate([before_P, before_A], axis=-2)
+        row_decay, column_decay = _anchored_decay(G, size)
+        rows = jnp.concatenate([_later(row_q, size), _later(row_k, size)], axis=-2) * _twice(row_decay)
+        drows = matmul("...ij,...jk->...ik", before, _earlier(columns, size) * column_decay)
+        d = d + _from_later(row_decay * drows[..., :size, :], columns.shape)
+        r = r + _from_later(row_decay * drows[..., size:, :], columns.shape)
+        c = c + _from_earlier(column_decay * matmul("...ij,...ik->...jk", before, rows), columns.shape)
+
+    decay, size = _exact_decay(G), QUARTERS[-1]
+    decayed = _blocks(columns, size)[..., None, :, :] * decay
+    d = d + (dP[..., None] * decayed).sum(-2).reshape(columns.shape)
+    r = r + (dA[..., None] * decayed).sum(-2).reshape(columns.shape)
+    into_q, into_k = (M[..., None] * _blocks(row, size)[..., :, None, :] for M, row in ((dP, row_q), (dA, row_k)))
+    c = c + ((into_q + into_k) * decay).sum(-3).reshape(columns.shape)
+
+    heads = k.shape[-3]
+    dk = per_key_head(beta[..., None] * r + c, heads)
+    return per_key_head(scale * d, heads), dk, row_q * d + row_k * r - columns * c, (r * columns).sum(-1)
+
+
+def _kda_operands(q: Array, k: Array, beta: Array, scale: float) -> tuple[Array, Array, Array]:
+    """scale·q, β·k and k per value head: the rows of P, those of A, and the columns of both."""
     heads = beta.shape[-2]
     columns = per_value_head(k, heads)
-    return jnp.stack([scale * per_value_head(q, heads), beta[..., None] * columns]), columns
+    return scale * per_value_head(q, heads), beta[..., None] * columns, columns
 
 
-def _halves(rows: Array, columns: Array, G: Array, size: int) -> tuple[Array, Array, Array, Array]:
-    """Decayed rows of the upper and columns of the lower halves of blocks of 2·size, and their decays (each ≤ 1)."""
-
-    def split(x: Array) -> Array:
-        return x.reshape(*x.shape[:-2], -1, 2, size, x.shape[-1])
-
-    G, rows, columns = split(G), split(rows), split(columns)
-    anchor = G[..., 1, :1, :]
-    row_decay = jnp.exp(G[..., 1, :, :] - anchor)
-    column_decay = jnp.exp(anchor - G[..., 0, :, :])
-    return rows[..., 1, :, :] * row_decay, columns[..., 0, :, :] * column_decay, row_decay, column_decay
+def _exact_decay(G: Array) -> Array:
+    """e^(G_i − G_j) [..., C / s, s, s, K] for i ≥ j inside the smallest blocks, else 0."""
+    size = QUARTERS[-1]
+    G = _blocks(G, size)
+    below = jnp.tril(jnp.ones((size, size), bool))[..., None]
+    return jnp.exp(jnp.where(below, G[..., :, None, :] - G[..., None, :, :], -jnp.inf))
 
 
-def _upper(x: Array) -> Array:
-    """[..., blocks, size, K] → [..., blocks, 2, size, K] with zeros in the lower half."""
-    return jnp.stack([jnp.zeros_like(x), x], axis=-3)
+def _anchored_decay(G: Array, size: int) -> tuple[Array, Array]:
+    """e^(G_i − G_a) for `_later` rows and e^(G_a − G_j) for `_earlier` columns, 0 where a column is not before a's block."""
+    rows, columns = _later(G, size), _earlier(G, size)
+    anchor = rows[..., :1, :]
+    first = size * jnp.arange(1, 4)
+    earlier = (jnp.arange(3 * size) < first[:, None])[..., None]
+    return jnp.exp(rows - anchor), jnp.exp(jnp.where(earlier, anchor - columns, -jnp.inf))
 
 
-def _lower(x: Array) -> Array:
-    return jnp.stack([x, jnp.zeros_like(x)], axis=-3)
+def _twice(x: Array) -> Array:
+    return jnp.concatenate([x, x], axis=-2)
 
 
-def _off_diagonal(x: Array, size: int) -> Array:
-    """Blocks (upper half, lower half) on the diagonal of x [..., C, C]: [..., C / (2 size), size, size]."""
-    blocks = x.shape[-1] // (2 * size)
-    tiles = x.reshape(*x.shape[:-2], blocks, 2, size, blocks, 2, size)[..., 1, :, :, 0, :]
-    return jnp.moveaxis(jnp.diagonal(tiles, axis1=-4, axis2=-2), -1, -3)
+def _blocks(x: Array, size: int) -> Array:
+    """[..., C, K] → [..., C / size, size, K]."""
+    return x.reshape(*x.shape[:-2], -1, size, x.shape[-1])
 
 
-def _join(diagonal: Array, off: Array) -> Array:
-    """Diagonal blocks [..., 2n, s, s] and the blocks below them [..., n, s, s] → lower blocks [..., n, 2s, 2s]."""
-    size = off.shape[-1]
-    pairs = diagonal.reshape(*off.shape[:-2], 2, size, size)
-    first, second = pairs[..., 0, :, :], pairs[..., 1, :, :]
-    top = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
-    return jnp.concatenate([top, jnp.concatenate([off, second], axis=-1)], axis=-2)
+def _later(x: Array, size: int) -> Array:
+    """[..., C, K] → [..., C / 4 size, 3, size, K]: all but the first quarter of every block."""
+    return _blocks(_blocks(x, 4 * size), size)[..., 1:, :, :]
+
+
+def _earlier(x: Array, size: int) -> Array:
+    """[..., C, K] → [..., C / 4 size, 1, 3 size, K]: all but the last quarter of every block."""
+    return _blocks(x, 4 * size)[..., None, : 3 * size, :]
+
+
+def _from_later(x: Array, shape: tuple[int, ...]) -> Array:
+    """The transpose of `_later`."""
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 3) + [(1, 0), (0, 0), (0, 0)]).reshape(shape)
+
+
+def _from_earlier(x: Array, shape: tuple[int, ...]) -> Array:
+    """The transpose of `_earlier`, after the three anchors."""
+    x = x.sum(-3)
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, x.shape[-2] // 3), (0, 0)]).reshape(shape)
+
+
+def _assemble(diagonal: Array, before: Array) -> Array:
+    """Blocks [..., 4n, s, s] on the diagonal and [..., n, 3, s, 3s] before them → blocks [..., n, 4s, 4s], zero above."""
+    size = diagonal.shape[-1]
+    padding = [(0, 0)] * (before.ndim - 3) + [(1, 0), (0, 0), (0, size)]
+    tiles = jnp.pad(before, padding).reshape(*before.shape[:-3], 4, size, 4, size)
+    diagonal = diagonal.reshape(*before.shape[:-3], 4, size, 1, size)
+    on_diagonal = jnp.eye(4, dtype=bool)[:, None, :, None]
+    return jnp.where(on_diagonal, diagonal, tiles).reshape(*before.shape[:-3], 4 * size, 4 * size)
+
+
+def _take_apart(M: Array, size: int) -> tuple[Array, Array]:
+    """The transpose of `_assemble`: (before [..., n, 3, s, 3s], diagonal [..., 4n, s, s]) of M [..., n, 4s, 4s]."""
+    tiles = M.reshape(*M.shape[:-2], 4, size, 4, size)
+    before = tiles[..., 1:, :, :3, :].reshape(*M.shape[:-2], 3, size, 3 * size)
+    diagonal = jnp.stack([tiles[..., i, :, i, :] for i in range(4)], axis=-3)
+    return before, diagonal.reshape(*M.shape[:-3], -1, size, size)
 
 
 def unit_lower_inverse(A: Array) -> Array:
-    """(I + A)⁻¹ of a strictly lower A [..., C, C], by joining inverses of diagonal blocks: 1, 2, 4, … rows.
+    """(I + A)⁻¹ of a strictly lower A [..., C, C], by substitution.
 
-    [[I+A₁, 0], [B, I+A₂]]⁻¹ = [[X₁, 0], [−X₂ B X₁, X₂]]: no power of A is formed, so correlated keys with β up to 2,
-    whose powers explode and cancel, cost no accuracy.
+    No power of A is formed, so correlated keys with β up to 2, whose powers explode and cancel, cost no accuracy.
     """
-    inverse = jnp.ones((*A.shape[:-1], 1, 1), A.dtype)
-    while inverse.shape[-1] < A.shape[-1]:
-        size = inverse.shape[-1]
-        below = -_off_diagonal(A, size)
-        if size > 1:
-            pairs = inverse.reshape(*below.shape[:-2], 2, size, size)
-            left = matmul("...ij,...jk->...ik", pairs[..., 1, :, :], below)
-            below = matmul("...ij,...jk->...ik", left, pairs[..., 0, :, :])
-        inverse = _join(inverse, below)
-    return inverse[..., 0, :, :]
+    identity = jnp.broadcast_to(jnp.eye(A.shape[-1], dtype=A.dtype), A.shape)
+    return jax.lax.linalg.triangular_solve(A, identity, left_side=True, lower=True, unit_diagonal=True)
