@@ -50,6 +50,8 @@ FORMAT_VERSION = 1
 # Where Orbax moves steps that retention drops, in one rename; removed from there at leisure. A half-deleted step can
 # therefore never pass for a complete one.
 _DOOMED = ".deleting"
+# Orbax writes under such a name and renames at the end.
+_UNFINISHED = ".orbax-checkpoint-tmp"
 _LOCK = ".lock"
 
 
@@ -104,6 +106,7 @@ class Checkpointer:
         self._lock: int | None = None
         if not read_only:
             self._acquire_lock()
+            self._remove_unfinished()
             self._remove_doomed()
         elif not self.directory.is_dir():
             raise FileNotFoundError(f"no checkpoints at {self.directory}: there is no such directory.")
@@ -121,7 +124,6 @@ class Checkpointer:
             self.directory,
             options=ocp.CheckpointManagerOptions(
                 preservation_policy=policies.AnyPreservationPolicy(keep),
-                cleanup_tmp_directories=not read_only,
                 todelete_subdir=_DOOMED,
                 enable_async_checkpointing=asynchronous,
                 read_only=read_only,
@@ -182,8 +184,9 @@ class Checkpointer:
             name: ocp.args.PyTreeSave(nest(arrays)) for name, tree in trees.items() if (arrays := tree_of(tree))
         }
         keys = {n: str(jax.random.key_impl(x)) for n, x in named_leaves(variables).items() if is_key(x)}
+        meta = {"format_version": FORMAT_VERSION, "step": step, "key_impls": keys, "versions": _versions()}
         documents = {
-            "meta": {"format_version": FORMAT_VERSION, "step": step, "key_impls": keys, "versions": _versions()},
+            "meta": meta | {"metrics": dict(metrics or {})},
             "quantizer_metadata": quantizer_metadata(model),
             "data": None if data_state is None else {"processes": _gather(data_state)},
             "config": None if config is None else dict(config),
@@ -252,7 +255,12 @@ class Checkpointer:
         if opt_state is not None:
             opt_state = like(opt_state, read_arrays(path / "optimizer", tree_of(opt_state)))
         return Restored(
-            step, opt_state, self._data_state(path), _read_json(path / "config"), words, self._metrics(path)
+            step,
+            opt_state,
+            self._data_state(path),
+            _read_json(path / "config"),
+            words,
+            _read_json(path / "meta")["metrics"],
         )
 
     def _data_state(self, path: Path) -> Any:
@@ -268,9 +276,6 @@ class Checkpointer:
             f"{path} has the data positions of {len(states)} processes and they differ, but this run has "
             f"{jax.process_count()}; run with {len(states)} processes, or restore without the data position."
         )
-
-    def _metrics(self, path: Path) -> dict[str, float]:
-        return _read_json(path / "metrics", "metrics") or {}
 
     # -------------------------------------------------------------- housekeeping
 
@@ -315,14 +320,22 @@ class Checkpointer:
             return
         self._lock = handle
 
+    def _remove_unfinished(self) -> None:
+        """Removes steps that a killed process was writing. Orbax can do so too, but in the background."""
+        if jax.process_index() == 0:
+            for path in self.directory.glob("*" + _UNFINISHED + "*"):
+                logger.info("removing %s, which was never finished.", path)
+                shutil.rmtree(path, ignore_errors=True)
+
     def _remove_doomed(self) -> None:
         if jax.process_index() == 0:
             shutil.rmtree(self.directory / _DOOMED, ignore_errors=True)
 
 
-def _read_json(path: Path, name: str = "metadata") -> Any:
+def _read_json(path: Path) -> Any:
     """The JSON that Orbax's handler wrote at item `path`, or None where the item was not saved."""
-    return json.loads((path / name).read_text()) if (path / name).is_file() else None
+    file = path / "metadata"
+    return json.loads(file.read_text()) if file.is_file() else None
 
 
 def _versions() -> dict[str, str]:

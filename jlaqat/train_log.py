@@ -24,8 +24,8 @@ _TIMINGS = ("tokens_per_second", "seconds")
 class JsonlLog:
     """An append-only file of one JSON object a line, each with `kind` and `step`, no pair of them twice.
 
-    After a kill, steps since the last checkpoint are computed again: their lines are there and are not written a second
-    time. A line cut short by the kill is removed first. Should a repeated step come out different (changed code, another
+    After a kill, steps since the last checkpoint are computed again: their lines are there and are not written again.
+    A line cut short by the kill is removed first. Should a repeated step come out different (changed code, another
     machine), that is said once, and the first line stays.
     """
 

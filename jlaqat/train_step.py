@@ -219,8 +219,8 @@ def make_train_step(
 
     Metrics, float32 scalars unless said: `loss`, `task_loss`, `distillation_loss` (with a teacher), `grad_norm` (before
     clipping), `update_norm`, `weight` (sum of weights), `finite` (bool), `grad_finite` (bool [number of parameters], in
-    the order of `named_leaves(state.params)`). A step whose loss, gradient or update is not finite changes nothing but
-    `state.finite`, and neither do those after it.
+    the order of `named_leaves(state.params)`; a sum of squares that overflows counts as not finite). A step whose loss,
+    gradient or update is not finite changes nothing but `state.finite`, and neither do those after it.
 
     The state is donated. Raises ValueError for a loss, teacher or accumulation that does not fit.
     """
@@ -286,7 +286,8 @@ def make_train_step(
     def step(state: TrainState, teacher_state: Any, batch: Batch):
         value, aux, grads = gradients(state, teacher_state, batch)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        grad_norm, update_norm = optax.global_norm(grads), optax.global_norm(updates)
+        squares = jnp.stack([jnp.sum(jnp.square(_float32(g))) for g in jax.tree.leaves(grads)])
+        grad_norm, update_norm = jnp.sqrt(jnp.sum(squares)), optax.global_norm(updates)
         finite = state.finite & jnp.isfinite(value) & jnp.isfinite(grad_norm) & jnp.isfinite(update_norm)
         params = optax.apply_updates(state.params, updates)
         new = TrainState(state.step + 1, params, opt_state, aux.quantizers, aux.other, finite)
@@ -298,7 +299,7 @@ def make_train_step(
             "update_norm": update_norm,
             "weight": jnp.sum(batch_weights(batch)),
             "finite": finite,
-            "grad_finite": jnp.stack([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)]),
+            "grad_finite": jnp.isfinite(squares),
         }
         if distillation is not None:
             metrics["distillation_loss"] = aux.distillation
