@@ -41,7 +41,7 @@ def forward(model, x):
 
 @pytest.fixture
 def model():
-    return tiny.Unrolled(("gdn",), rngs=nnx.Rngs(0))
+    return tiny.Unrolled("gdn")
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -178,7 +178,7 @@ def test_calibrate_freeze_and_run(model):
 
 
 def test_complaint_4_calibration_leaves_no_nan_behind_and_names_the_quantizer():
-    model = quantize(tiny.Unrolled(rngs=nnx.Rngs(0)), STATIC)
+    model = quantize(tiny.Unrolled("gdn", "kda"), STATIC)
     good, first, second = tiny.batch(), *(find_quantizers(model)[name] for name in (STATE, KDA))
     first.amax = QuantizerVariable(jnp.full(first.scale_shape, 3.0))
 
@@ -197,7 +197,7 @@ def test_complaint_4_calibration_leaves_no_nan_behind_and_names_the_quantizer():
 
 
 def test_a_quantizer_that_saw_no_data_is_named():
-    model = quantize(tiny.Unrolled(rngs=nnx.Rngs(0)), STATIC)
+    model = quantize(tiny.Unrolled("gdn", "kda"), STATIC)
     with pytest.raises(ValueError, match=rf"{STATE}, {KDA} saw no data; give at least one batch"):
         calibrate(model, forward, [])
     observe(model)
@@ -220,7 +220,7 @@ def test_an_error_in_the_forward_pass_leaves_the_model_as_it_was(model):
 
 
 def test_stacked_layers_get_scales_of_their_own():
-    model = quantize(tiny.Stacked(2, rngs=nnx.Rngs(1)), STATIC)
+    model = quantize(tiny.Stacked(2), STATIC)
     calibrate(model, forward, [tiny.batch()])
     amax = np.asarray(find_quantizers(model)["layers.gdn_state_quantizer"].amax.get_value())
     assert amax.shape == (2, tiny.HV, 2) and (amax > 0).all() and not np.array_equal(amax[0], amax[1])

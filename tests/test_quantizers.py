@@ -34,13 +34,13 @@ BOTH = [*STATES, {"quantizer_name": "*_w_quantizer", "cfg": FP8}]
 
 def never_quantized(model):
     """A copy of the tiny model whose layers never had a handle: the plain kernel on the same weights."""
-    copy = tiny.Unrolled([layer.mixer.kind for layer in model.layers], rngs=nnx.Rngs(0))
+    copy = tiny.Unrolled(*(layer.mixer.kind for layer in model.layers))
     for layer, plain in zip(model.layers, copy.layers):
         for site in ("state", "w"):
             delattr(plain.mixer, f"{layer.mixer.kind}_{site}_quantizer")
             setattr(plain.mixer, f"{layer.mixer.kind}_{site}_quantizer", None)
-        plain.mixer.qkv.kernel.set_value(layer.mixer.qkv.kernel.get_value())
-        plain.mixer.out.kernel.set_value(layer.mixer.out.kernel.get_value())
+        plain.mixer.qkv.set_value(layer.mixer.qkv.get_value())
+        plain.mixer.out.set_value(layer.mixer.out.get_value())
     return copy
 
 
@@ -50,17 +50,17 @@ def equal(a, b):
 
 @pytest.fixture
 def model():
-    return tiny.Unrolled(rngs=nnx.Rngs(0))
+    return tiny.Unrolled("gdn", "kda")
 
 
 def test_names_are_dotted_paths_in_order_of_the_layers():
-    names = list(find_quantizers(tiny.Unrolled(("gdn",) * 11, rngs=nnx.Rngs(0))))
+    names = list(find_quantizers(tiny.Unrolled(*["gdn"] * 11)))
     assert names[4:6] == ["layers.2.mixer.gdn_state_quantizer", "layers.2.mixer.gdn_w_quantizer"]
     assert names[-1] == "layers.10.mixer.gdn_w_quantizer"
 
 
 def test_everything_starts_disabled_and_equals_the_plain_module_bit_for_bit():
-    model, x = tiny.Unrolled(("gdn",), rngs=nnx.Rngs(0)), tiny.batch()
+    model, x = tiny.Unrolled("gdn"), tiny.batch()
     assert not any(q.enabled or q.spec for q in find_quantizers(model).values())
     plain = tiny.run(never_quantized(model), x)
     assert np.isfinite(plain).all() and equal(tiny.run(model, x), plain)
@@ -123,7 +123,7 @@ def test_settings_compile_and_every_toggle_changes_the_program(model):
 
 
 def test_gradients_pass_straight_through_to_the_weights():
-    model = quantize(tiny.Unrolled(("gdn",), rngs=nnx.Rngs(0)), BOTH)
+    model = quantize(tiny.Unrolled("gdn"), BOTH)
     loss = nnx.jit(nnx.grad(lambda model, x: jnp.mean(model(x) ** 2)))
     grads = loss(model, tiny.batch())
     assert len(jax.tree.leaves(grads)) == 2, "something beside the two kernels has a gradient"
@@ -134,7 +134,7 @@ def test_quantizer_variables_have_a_type_of_their_own(model):
     quantize(model, STATES)
     params, own, rest = nnx.split(model, nnx.Param, QuantizerVariable, ...)[1:]
     assert {path[-1] for path, _ in nnx.to_flat_state(own)} == {"counter"} and not jax.tree.leaves(rest)
-    assert {path[-1] for path, _ in nnx.to_flat_state(params)} == {"kernel"}
+    assert {path[-1] for path, _ in nnx.to_flat_state(params)} == {"qkv", "out"}
 
 
 def test_quantize_starts_from_nothing_each_time(model):
@@ -200,15 +200,16 @@ def test_a_static_scale_without_calibration_says_so(model):
 STOCHASTIC = [{"quantizer_name": "*_state_quantizer", "cfg": {"num_bits": "e4m3", "rounding": "stochastic", "seed": 5}}]
 
 
+@nnx.jit
+def run_step(mixer, step, x):
+    """One layer at a given step. Layers of one structure and setting share the compiled code."""
+    set_step(mixer, step)
+    return mixer(x)
+
+
 def test_set_step_draws_other_bits_and_the_same_ones_again():
-    model = quantize(tiny.Unrolled(("gdn",), rngs=nnx.Rngs(0)), STOCHASTIC)
-
-    @nnx.jit
-    def step(model, i, x):
-        set_step(model, i)
-        return model(x)
-
-    outputs = [step(model, i, tiny.batch()) for i in (3, 4, 3)]
+    model = quantize(tiny.Unrolled("gdn"), STOCHASTIC)
+    outputs = [run_step(model.layers[0].mixer, step, tiny.batch()) for step in (3, 4, 3)]
     assert equal(outputs[0], outputs[2]) and not equal(outputs[0], outputs[1])
     assert [int(q.counter.get_value()[0]) for q in find_quantizers(model).values()] == [3, 3]
     set_step(model, 9)
@@ -216,40 +217,44 @@ def test_set_step_draws_other_bits_and_the_same_ones_again():
 
 
 def test_layers_are_numbered_in_order_and_draw_their_own_bits():
-    model = quantize(tiny.Unrolled(("gdn", "kda", "gdn"), rngs=nnx.Rngs(0)), STOCHASTIC)
+    model = quantize(tiny.Unrolled("gdn", "kda", "gdn"), STOCHASTIC)
     layers = {name: int(q.counter.get_value()[1]) for name, q in find_quantizers(model).items()}
     assert list(layers.values()) == [0, 0, 1, 1, 2, 2], "state and W of a layer share its index"
     first, third = model.layers[0].mixer, model.layers[2].mixer
-    third.qkv.kernel.set_value(first.qkv.kernel.get_value())
-    third.out.kernel.set_value(first.out.kernel.get_value())
-    assert not equal(tiny.run(first, tiny.batch()), tiny.run(third, tiny.batch())), "two layers drew the same bits"
+    third.qkv.set_value(first.qkv.get_value())
+    third.out.set_value(first.out.get_value())
+    outputs = [run_step(mixer, 3, tiny.batch()) for mixer in (first, third)]
+    assert not equal(*outputs), "two layers drew the same bits"
 
 
 # ── stacked layers ──
 
 
 def test_stacked_layers_share_a_setting_and_keep_their_own_arrays():
-    stacked = quantize(tiny.Stacked(2, rngs=nnx.Rngs(1)), STOCHASTIC)
-    unrolled = quantize(tiny.unrolled_copy(stacked), STOCHASTIC)
+    """Layer by layer, the stack computes and draws what the same layers do one by one."""
+    stacked = quantize(tiny.Stacked(2), STOCHASTIC)
+    unrolled = quantize(tiny.Unrolled("gdn", "gdn"), STOCHASTIC)
     assert list(find_quantizers(stacked)) == ["layers.gdn_state_quantizer", "layers.gdn_w_quantizer"]
     assert find_quantizers(stacked)["layers.gdn_state_quantizer"].counter.get_value().tolist() == [[0, 0], [0, 1]]
-    for model in (stacked, unrolled):
-        set_step(model, 7)
-    x = tiny.batch()
-    np.testing.assert_allclose(tiny.run(stacked, x), tiny.run(unrolled, x), rtol=2e-6, atol=2e-6)
     assert "2 layers" in summary(stacked)
+    set_step(stacked, 7)
+    x = tiny.batch()
+    whole = tiny.run(stacked, x)
+    for layer in unrolled.layers:
+        x = run_step(layer.mixer, 7, x)
+    np.testing.assert_allclose(whole, x, rtol=2e-6, atol=2e-6)
 
 
 def test_single_layers_of_a_stack_cannot_be_set():
     with pytest.raises(
-        QuantConfigError, match=r"layers\.1\.gdn_state_quantizer.*picks single layers.*3 stacked layers.*unroll"
+        QuantConfigError, match=r"layers\.1\.gdn_state_quantizer.*picks single layers.*2 stacked layers.*unroll"
     ):
-        quantize(tiny.Stacked(3, rngs=nnx.Rngs(1)), [{"quantizer_name": "layers.1.gdn_state_quantizer", "cfg": FP8}])
+        quantize(tiny.Stacked(2), [{"quantizer_name": "layers.1.gdn_state_quantizer", "cfg": FP8}])
 
 
 def test_a_stacked_quantizer_called_outside_its_scan_says_so():
-    stacked = quantize(tiny.Stacked(3, rngs=nnx.Rngs(1)), STATES)
-    with pytest.raises(ValueError, match=r"3,\) stacked layers was called; scan over the layers"):
+    stacked = quantize(tiny.Stacked(2), STATES)
+    with pytest.raises(ValueError, match=r"2,\) stacked layers was called; scan over the layers"):
         find_quantizers(stacked)["layers.gdn_state_quantizer"].rounding()
 
 

@@ -14,30 +14,31 @@ HANDLES = ("gdn_state_quantizer", "gdn_w_quantizer", "kda_state_quantizer", "kda
 class Mixer(nnx.Module):
     """One linear-attention layer, [B, T, D] → [B, T, D]: projections, gates by a fixed rule, the delta rule."""
 
-    def __init__(self, kind: str, *, rngs: nnx.Rngs):
+    def __init__(self, kind: str, seed: int):
+        draw = np.random.default_rng(seed)
         self.kind = kind
-        self.qkv = nnx.Linear(D, 2 * K + HV * V, use_bias=False, rngs=rngs)
-        self.out = nnx.Linear(HV * V, D, use_bias=False, rngs=rngs)
+        self.qkv = nnx.Param(jnp.asarray(draw.standard_normal((D, 2 * K + HV * V)) / D**0.5, jnp.float32))
+        self.out = nnx.Param(jnp.asarray(draw.standard_normal((HV * V, D)) / (HV * V) ** 0.5, jnp.float32))
         for site in ("state", "w"):
             setattr(self, f"{kind}_{site}_quantizer", Quantizer(site, num_heads=HV, key_dim=K, value_dim=V))
 
     def __call__(self, x):
         B, T, _ = x.shape
-        q, k, v = jnp.split(self.qkv(x), (K, 2 * K), axis=-1)
+        q, k, v = jnp.split(x @ self.qkv[...], (K, 2 * K), axis=-1)
         q, k = (a / jnp.linalg.norm(a + 1e-6, axis=-1, keepdims=True) for a in (q, k))
         q, k, v = q[:, :, None], k[:, :, None], v.reshape(B, T, HV, V)
         gate = (HV,) if self.kind == "gdn" else (HV, K)
         g, beta = jnp.full((B, T, *gate), -0.05, jnp.float32), jnp.full((B, T, HV), 0.6, jnp.float32)
         handles = (getattr(self, f"{self.kind}_{site}_quantizer") for site in ("state", "w"))
         o, _ = quantized_delta_rule(*handles, q, k, v, g, beta, backend="xla")
-        return x + self.out(o.reshape(B, T, HV * V))
+        return x + o.reshape(B, T, HV * V) @ self.out[...]
 
 
 class Unrolled(nnx.Module):
-    """`layers.{i}.mixer`, kinds in turn."""
+    """`layers.{i}.mixer`, of the given kinds."""
 
-    def __init__(self, kinds=("gdn", "kda"), *, rngs: nnx.Rngs):
-        self.layers = nnx.List([nnx.Dict(mixer=Mixer(kind, rngs=rngs)) for kind in kinds])
+    def __init__(self, *kinds: str, seed: int = 0):
+        self.layers = nnx.List([nnx.Dict(mixer=Mixer(kind, seed + i)) for i, kind in enumerate(kinds)])
 
     def __call__(self, x):
         for layer in self.layers:
@@ -46,28 +47,15 @@ class Unrolled(nnx.Module):
 
 
 class Stacked(nnx.Module):
-    """`layers` layers of one kind as one stacked module, run by nnx.scan: `layers.gdn_state_quantizer`."""
+    """Layers of one kind as one module with stacked arrays, run by nnx.scan: `layers.gdn_state_quantizer`."""
 
-    def __init__(self, layers: int, kind: str = "gdn", *, rngs: nnx.Rngs):
-        @nnx.split_rngs(splits=layers)
-        @nnx.vmap(in_axes=0, out_axes=0)
-        def make(rngs):
-            return Mixer(kind, rngs=rngs)
-
-        self.layers = make(rngs)
+    def __init__(self, layers: int, kind: str = "gdn", seed: int = 0):
+        graphdef, *_ = nnx.split(Mixer(kind, seed))
+        states = [nnx.state(Mixer(kind, seed + i)) for i in range(layers)]
+        self.layers = nnx.merge(graphdef, jax.tree.map(lambda *leaves: jnp.stack(leaves), *states))
 
     def __call__(self, x):
         return nnx.scan(lambda layer, x: layer(x), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(self.layers, x)
-
-
-def unrolled_copy(stacked: Stacked) -> Unrolled:
-    """The same layers, one by one."""
-    kernels = jax.tree.leaves(nnx.state(stacked.layers.qkv))[0], jax.tree.leaves(nnx.state(stacked.layers.out))[0]
-    model = Unrolled((stacked.layers.kind,) * len(kernels[0]), rngs=nnx.Rngs(0))
-    for i, layer in enumerate(model.layers):
-        layer.mixer.qkv.kernel.set_value(kernels[0][i])
-        layer.mixer.out.kernel.set_value(kernels[1][i])
-    return model
 
 
 def batch(seed: int = 0, size: int = 1):
