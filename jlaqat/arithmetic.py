@@ -8,8 +8,11 @@ Source of the formulas: docs/rounding.md.
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jlaqat.spec import FORMATS, QuantConfigError
@@ -21,8 +24,10 @@ _SIGN = 0x80000000
 _MAGNITUDE = 0x7FFFFFFF
 
 
-def bits_of(x: jax.Array) -> jax.Array:
-    """The 32 bits of a float32 as uint32."""
+def bits_of(x: jax.Array | float) -> jax.Array:
+    """The 32 bits of a float32 as uint32. Python scalars become literals, which Pallas cannot bitcast on GPUs."""
+    if isinstance(x, int | float):
+        return jnp.uint32(np.float32(x).view(np.uint32))
     return lax.bitcast_convert_type(x, jnp.uint32)
 
 
@@ -43,7 +48,7 @@ def _u32(value: int) -> jax.Array:
 # ---- division --------------------------------------------------------------------------------------------------------
 
 
-def div_rn(a: jax.Array, b: jax.Array) -> jax.Array:
+def div_rn(a: jax.Array | float, b: jax.Array | float) -> jax.Array:
     """a / b, correctly rounded to nearest even: numpy's float32 quotient, bit for bit, whatever XLA does to divisions.
 
     Args:
@@ -55,7 +60,11 @@ def div_rn(a: jax.Array, b: jax.Array) -> jax.Array:
     An approximate float quotient gives 26 bits of the mantissas' quotient, off by a few units; the remainder, exact in
     wrapping 32-bit integers because it is small, corrects it; what is left of it is the last rounding's sticky bit.
     """
-    a_bits, b_bits = jnp.broadcast_arrays(bits_of(jnp.asarray(a, jnp.float32)), bits_of(jnp.asarray(b, jnp.float32)))
+    return _divide_bits(*jnp.broadcast_arrays(bits_of(a), bits_of(b)))
+
+
+@partial(jax.jit, inline=True)
+def _divide_bits(a_bits: jax.Array, b_bits: jax.Array) -> jax.Array:
     sign = (a_bits ^ b_bits) & _u32(_SIGN)
     a_mag, b_mag = a_bits & _u32(_MAGNITUDE), b_bits & _u32(_MAGNITUDE)
 
@@ -63,7 +72,7 @@ def div_rn(a: jax.Array, b: jax.Array) -> jax.Array:
     b_exponent, b_mantissa = _normalized(b_mag)
     smaller = (a_mantissa < b_mantissa).astype(jnp.int32)
     quotient, remainder = _mantissa_quotient(a_mantissa, b_mantissa, 25 + smaller)
-    finite = _assemble(a_exponent - b_exponent - smaller + 127, 2 * quotient + (remainder != 0))
+    finite = _assemble(a_exponent - b_exponent - smaller + 127, 2 * quotient + (remainder != 0).astype(jnp.int32))
 
     infinity = _u32(_EXPONENT)
     zero = (a_mag == 0) | (b_mag == infinity)
@@ -140,6 +149,11 @@ def round_to_format(
         raise ValueError(
             f"random_bits is {random_bits.dtype}{list(random_bits.shape)}; it must be uint32{list(x.shape)}, x's shape."
         )
+    return _round_to_format(x, fmt, random_bits)
+
+
+@partial(jax.jit, static_argnames="fmt", inline=True)
+def _round_to_format(x: jax.Array, fmt: str, random_bits: jax.Array | None) -> jax.Array:
     if fmt == "bfloat16":
         return _round_to_bfloat16(x, random_bits)
     if fmt == "float16":
@@ -157,8 +171,8 @@ def clamp(x: jax.Array, maximum: float) -> jax.Array:
 
     The selects also stand between the multiplication by 1/scale and the additions of the rounding, which must not fuse.
     """
-    high = jnp.float32(maximum)
-    return jnp.where(x > high, high, jnp.where(x < -high, -high, x))
+    low, high = jnp.float32(-maximum), jnp.float32(maximum)
+    return jnp.where(x > high, high, jnp.where(x < low, low, x))
 
 
 def _round_to_grid(
@@ -185,7 +199,7 @@ def _round_to_grid(
 def _round_to_float16(x: jax.Array, random_bits: jax.Array | None) -> jax.Array:
     """A cast to float16 and back: overflows to infinity where the grid's next value, 65536, would be."""
     rounded = _round_to_grid(clamp(x, 65536.0), -14, 10, random_bits, snap=False)
-    return jnp.where(jnp.abs(rounded) >= 65536.0, _with_sign_of(jnp.full_like(x, jnp.inf), x), rounded)
+    return jnp.where(jnp.abs(rounded) >= 65536.0, float_of(_u32(_EXPONENT) | (bits_of(x) & _u32(_SIGN))), rounded)
 
 
 def _with_sign_of(value: jax.Array, sign: jax.Array) -> jax.Array:

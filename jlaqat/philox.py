@@ -7,6 +7,7 @@ same bits again, a shard draws what it would draw in the whole, and a Triton ker
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import jax
@@ -56,16 +57,30 @@ def random_bits(
     layer·2^16 ^ head, sequence) under the key (seed, step). Works under jit, vmap, scan and in Pallas kernels.
     """
     seed, step, layer, sequence, head, round_index = map(_as_uint32, (seed, step, layer, sequence, head, round_index))
-    leading = np.broadcast_shapes(*(jnp.shape(a) for a in (seed, step, layer, sequence, head, round_index)))
+    leading = tuple(np.broadcast_shapes(*(jnp.shape(a) for a in (seed, step, layer, sequence, head, round_index))))
+    return _random_bits(tuple(shape), leading, (seed, step), round_index, (layer << 16) ^ head, sequence)
+
+
+@partial(jax.jit, static_argnums=(0, 1), inline=True)
+def _random_bits(
+    shape: tuple[int, ...],
+    leading: tuple[int, ...],
+    key: tuple[jax.Array, jax.Array],
+    round_index: jax.Array,
+    layer_and_head: jax.Array,
+    sequence: jax.Array,
+) -> jax.Array:
     size = math.prod(shape)
 
     def per_block(word: jax.Array) -> jax.Array:
         return jnp.broadcast_to(word, leading)[..., None]
 
     blocks = jnp.arange(-(-size // 4), dtype=jnp.uint32).reshape((1,) * len(leading) + (-1,))
-    counter = (blocks, per_block(round_index), per_block((layer << 16) ^ head), per_block(sequence))
-    words = philox4x32(counter, (per_block(seed), per_block(step)))
-    stream = jnp.stack(jnp.broadcast_arrays(*words), axis=-1).reshape((*leading, -1))
+    counter = (blocks, per_block(round_index), per_block(layer_and_head), per_block(sequence))
+    words = philox4x32(counter, (per_block(key[0]), per_block(key[1])))
+    w0, w1, w2, w3 = jnp.broadcast_arrays(*words)
+    pairs = (jnp.stack((w0, w2), axis=-1), jnp.stack((w1, w3), axis=-1))  # by twos, as Pallas can on GPUs
+    stream = jnp.stack(pairs, axis=-1).reshape((*leading, -1))
     return stream[..., :size].reshape((*leading, *shape))
 
 

@@ -7,6 +7,8 @@ and inside Pallas kernels (docs/rounding.md explains formats, granularities, ran
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -16,8 +18,8 @@ from jlaqat.arithmetic import round_to_format as round_to_format
 from jlaqat.arithmetic import to_dtype
 from jlaqat.philox import random_bits as random_bits
 from jlaqat.scales import compute_scale as compute_scale
-from jlaqat.scales import scales, spread, static_amax, static_limit
-from jlaqat.spec import QuantSpec, fit_to_site
+from jlaqat.scales import group_amax, scales, spread, static_amax, static_limit
+from jlaqat.spec import FORMATS, QuantSpec, fit_to_site
 from jlaqat.statistics import SiteStats as SiteStats
 from jlaqat.statistics import empty_stats as empty_stats
 from jlaqat.statistics import histogram_edges as histogram_edges
@@ -54,6 +56,13 @@ def fake_quantize(
     """
     spec = fit_to_site(spec, site)
     _check(x, spec, amax)
+    return _fake_quantize(x, spec, site, amax, random_bits)
+
+
+@partial(jax.jit, static_argnames=("spec", "site"), inline=True)
+def _fake_quantize(
+    x: jax.Array, spec: QuantSpec, site: str, amax: jax.Array | None, random_bits: jax.Array | None
+) -> jax.Array:
     exact = lax.stop_gradient(x).astype(jnp.float32)
     if spec.granularity == "none":
         rounded = round_to_format(exact, spec.format, rounding=spec.rounding, random_bits=random_bits)
@@ -64,6 +73,52 @@ def fake_quantize(
         limit = spread(static_limit(static_amax(amax, x.shape, spec, site), spec.max), x.shape, spec, site)
         x = jnp.where(jnp.abs(exact) > limit, lax.stop_gradient(x), x)
     return _straight_through(x, to_dtype(rounded, x.dtype))
+
+
+CODE_DTYPES = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2, "int8": jnp.int8, "int4": jnp.int8}
+"""Formats that `quantize_codes` can store, and the element type of their codes."""
+
+
+def quantize_codes(
+    x: jax.Array,
+    spec: QuantSpec,
+    *,
+    site: str,
+    amax: jax.Array | None = None,
+    random_bits: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """(codes, scale): what `fake_quantize` rounds to, in one byte an element, and the scale of each group.
+
+    Arguments as for `fake_quantize`; formats E4M3, E5M2, INT8 and INT4 only. No gradient.
+
+    Returns codes of x's shape in `CODE_DTYPES[spec.format]` and float32 scales, one a group: for a state tile [...,
+    ceil(V/block_v)], value_row [..., V], key_row [..., K, ceil(V/32)] or head [...], for W [..., tokens]. A non-finite
+    element becomes a NaN code, or, as integers have none, makes the scale of its group NaN. `dequantize_codes` gives
+    back the bits of `fake_quantize` on finite x.
+    """
+    spec = fit_to_site(spec, site)
+    _check(x, spec, amax)
+    if spec.format not in CODE_DTYPES:
+        raise ValueError(
+            f"format {spec.format!r} has no one-byte codes with a float32 scale; use {', '.join(CODE_DTYPES)}."
+        )
+    exact = lax.stop_gradient(x).astype(jnp.float32)
+    values, scale = _quantize(exact, spec, site, amax, random_bits)
+    largest = group_amax(exact, spec, site)
+    scale = jnp.broadcast_to(scale, largest.shape)
+    if FORMATS[spec.format].kind == "float":
+        values = jnp.where(jnp.isfinite(exact), values, jnp.float32(jnp.nan))
+    else:
+        scale = jnp.where(largest < jnp.inf, scale, jnp.float32(jnp.nan))
+        values = jnp.where(jnp.isnan(values), jnp.float32(0.0), values)
+    return values.astype(CODE_DTYPES[spec.format]), scale
+
+
+def dequantize_codes(codes: jax.Array, scale: jax.Array, spec: QuantSpec, *, site: str) -> jax.Array:
+    """float32 values of `quantize_codes`' result, of the codes' shape."""
+    spec = fit_to_site(spec, site)
+    values = codes.astype(jnp.float32)
+    return _dequantize(values, spread(scale, codes.shape, spec, site), jnp.isfinite(values))
 
 
 def _check(x: jax.Array, spec: QuantSpec, amax: jax.Array | None) -> None:

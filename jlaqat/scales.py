@@ -26,9 +26,9 @@ def compute_scale(amax: jax.Array, maximum: float) -> tuple[jax.Array, jax.Array
     s is 1 where amax is 0 or the quotient subnormal (XLA on the CPU would flush it); an infinite amax gives (∞, 0), NaN
     gives NaN, and so the rounded tensor is NaN.
     """
-    quotient = div_rn(amax, jnp.float32(maximum))
+    quotient = div_rn(amax, maximum)
     scale = jnp.where(quotient < jnp.float32(SMALLEST_NORMAL), jnp.float32(1.0), quotient)
-    return scale, div_rn(jnp.float32(1.0), scale)
+    return scale, div_rn(1.0, scale)
 
 
 def scales(x: jax.Array, spec: QuantSpec, site: str, amax: jax.Array | None) -> tuple[jax.Array, jax.Array]:
@@ -52,7 +52,7 @@ def _nvfp4_scales(groups: jax.Array) -> tuple[jax.Array, jax.Array]:
     code = jnp.where(code == 0, jnp.float32(NVFP4_SMALLEST_BLOCK_SCALE), code)
     scale = code * t
     scale = jnp.where(scale < jnp.float32(SMALLEST_NORMAL), jnp.float32(1.0), scale)
-    return scale, div_rn(jnp.float32(1.0), scale)
+    return scale, div_rn(1.0, scale)
 
 
 def _power_of_two_scales(groups: jax.Array, maximum: float) -> tuple[jax.Array, jax.Array]:
@@ -171,5 +171,5 @@ def static_amax(amax: jax.Array | None, shape: tuple[int, ...], spec: QuantSpec,
 
 def static_limit(amax: jax.Array, maximum: float) -> jax.Array:
     """The largest magnitude that a static scale represents: amax, or `maximum` where the scale was replaced by 1."""
-    usable = ~(div_rn(amax, jnp.float32(maximum)) < jnp.float32(SMALLEST_NORMAL))
+    usable = ~(div_rn(amax, maximum) < jnp.float32(SMALLEST_NORMAL))
     return jnp.where(usable, amax, jnp.float32(maximum))
