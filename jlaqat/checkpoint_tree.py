@@ -91,10 +91,14 @@ def read_arrays(path: Path, templates: Mapping[str, Any]) -> dict[str, jax.Array
         return {}
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     names = list(saved_arrays(path))
-    targets = {
-        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None) or here)
-        for name, x in templates.items()
-    }
+
+    def target(x: Any) -> jax.ShapeDtypeStruct:
+        sharding = getattr(x, "sharding", None)  # of a saved array's metadata it is only a description
+        return jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=sharding if isinstance(sharding, jax.sharding.Sharding) else here
+        )
+
+    targets = {name: target(x) for name, x in templates.items()}
     args = {
         name: ocp.ArrayRestoreArgs(sharding=targets[name].sharding, dtype=targets[name].dtype)
         if name in targets
