@@ -14,6 +14,8 @@ from flax import nnx
 from jax.nn import initializers
 from jax.typing import DTypeLike
 
+from jlaqat.checks import check_cu_seqlens
+
 Array = jax.Array
 
 GATE_ACTIVATIONS = {"silu": jax.nn.silu, "swish": jax.nn.silu, "sigmoid": jax.nn.sigmoid}
@@ -32,19 +34,15 @@ def token_layout(x: Array, cu_seqlens: Array | None = None) -> TokenLayout:
     """Layout of x [B, T, ...]: each row is a sequence, or x is packed.
 
     Packed (`cu_seqlens` [N + 1]: starts at 0, never decreases, B = 1), positions restart in every sequence. Tokens past
-    the last bound form a sequence of their own, so nothing leaks from or into them. Raises ValueError.
+    the last bound form a sequence of their own, so nothing leaks from or into them. Raises ValueError for bounds that
+    break these rules (where they are traced, `delta_rule` makes its result NaN).
     """
-    batch, length = x.shape[:2]
-    index = jnp.arange(length, dtype=jnp.int32)
+    index = jnp.arange(x.shape[1], dtype=jnp.int32)
     if cu_seqlens is None:
         return TokenLayout(positions=index[None])
-    cu_seqlens = jnp.asarray(cu_seqlens, jnp.int32)
-    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
-        raise ValueError(f"cu_seqlens has shape {cu_seqlens.shape}; give the bounds of N ≥ 1 sequences, shape [N + 1].")
-    if batch != 1:
-        raise ValueError(
-            f"cu_seqlens packs sequences along T, so B must be 1, not {batch}; reshape x to [1, B·T, ...]."
-        )
+    cu_seqlens = jnp.asarray(cu_seqlens)
+    check_cu_seqlens(cu_seqlens, x)
+    cu_seqlens = cu_seqlens.astype(jnp.int32)
     segments = jnp.searchsorted(cu_seqlens, index, side="right").astype(jnp.int32) - 1
     return TokenLayout(positions=(index - cu_seqlens[segments])[None], segments=segments[None], cu_seqlens=cu_seqlens)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import jax
@@ -60,29 +59,12 @@ def generate(
             )
         rng = jax.random.key(0)  # not read
     graph, state = nnx.split(model)
-    sampler = _Sampler(greedy=temperature == 0, top_k=top_k, stop_token=stop_token)
-    return _generate(graph, state, prompt, prompt_mask, rng, jnp.float32(temperature), max_new_tokens, sampler)
+    stop = -1 if stop_token is None else stop_token  # no token is negative
+    scalars = jnp.float32(temperature), jnp.int32(stop)
+    return _generate(graph, state, prompt, prompt_mask, rng, *scalars, max_new_tokens, temperature == 0, top_k)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Sampler:
-    """How a token is drawn from logits; static, so that equal settings share a compilation."""
-
-    greedy: bool
-    top_k: int | None
-    stop_token: int | None
-
-    def draw(self, logits: Array, temperature: Array, key: Array) -> Array:
-        """Tokens [B] from logits [B, vocab_size]."""
-        if self.greedy:
-            return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        if self.top_k is not None:
-            least = jax.lax.top_k(logits, self.top_k)[0][:, -1:]
-            logits = jnp.where(logits < least, -jnp.inf, logits)
-        return jax.random.categorical(key, logits / temperature, axis=-1).astype(jnp.int32)
-
-
-@functools.partial(jax.jit, static_argnames=("graph", "max_new_tokens", "sampler"))
+@functools.partial(jax.jit, static_argnames=("graph", "max_new_tokens", "greedy", "top_k"))
 def _generate(
     graph: nnx.GraphDef,
     state: nnx.State,
@@ -90,9 +72,20 @@ def _generate(
     prompt_mask: Array | None,
     rng: Array,
     temperature: Array,
+    stop_token: Array,
     max_new_tokens: int,
-    sampler: _Sampler,
+    greedy: bool,
+    top_k: int | None,
 ) -> Array:
+    def draw(logits: Array, key: Array) -> Array:
+        """Tokens [B] from logits [B, vocab_size]."""
+        if greedy:
+            return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        if top_k is not None:
+            least = jax.lax.top_k(logits, top_k)[0][:, -1:]
+            logits = jnp.where(logits < least, -jnp.inf, logits)
+        return jax.random.categorical(key, logits / temperature, axis=-1).astype(jnp.int32)
+
     model = nnx.merge(graph, state)
     batch, length = prompt.shape
     cache = model.init_cache(batch, length + max_new_tokens)
@@ -103,13 +96,11 @@ def _generate(
     def step(carry: tuple[Array, Cache], key: Array) -> tuple[tuple[Array, Cache], Array]:
         token, cache = carry
         logits, cache = model.decode(token[:, None], cache)
-        drawn = sampler.draw(logits[:, 0], temperature, key)
-        if sampler.stop_token is not None:
-            drawn = jnp.where(token == sampler.stop_token, token, drawn)
-        return (drawn, cache), drawn
+        token = jnp.where(token == stop_token, token, draw(logits[:, 0], key))
+        return (token, cache), token
 
     keys = jax.random.split(rng, max_new_tokens)
-    first = sampler.draw(logits, temperature, keys[0])
+    first = draw(logits, keys[0])
     _, rest = jax.lax.scan(step, (first, cache), keys[1:])
     return jnp.concatenate([first[:, None], rest.T], axis=1)
 

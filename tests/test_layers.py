@@ -1,38 +1,54 @@
 """The delta layers by themselves: initialisation, gates, options, packing, padding, decoding, quantizers."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from jlaqat.blocks import RMSNorm, ShortConvolution, l2_normalize, token_layout
+from jlaqat.blocks import RMSNorm, ShortConvolution, l2_normalize, linear, token_layout
 from jlaqat.layers import GatedDeltaNet, KimiDeltaAttention, bounded_gate, init_decay_rate, init_dt_bias, softplus_gate
 from jlaqat.quantizers import disable_quantizer, quantize, strip_quantizers
 from jlaqat.testing import assert_close
 from jlaqat.weights import fla_state_dict, load_fla_state_dict
 
-D, T = 24, 70
+D, T = 24, 70  # a whole chunk and a part of one
+QUICK = {"xla_backend_optimization_level": 0}  # compiling is what these tests spend their time on
+SIZES = {"head_dim": 8, "num_heads": 2, "num_v_heads": 4, "expand_v": 1.5}
 LAYERS = {"gdn": GatedDeltaNet, "kda": KimiDeltaAttention}
 
 
 def make(kind, **options):
-    return LAYERS[kind](
-        D, **{"head_dim": 8, "num_heads": 2, "num_v_heads": 4, "expand_v": 1.0} | options, rngs=nnx.Rngs(0)
-    )
+    return LAYERS[kind](D, **SIZES | options, rngs=nnx.Rngs(0))
 
 
 def inputs(batch=2, seed=0):
     return jnp.asarray(np.random.default_rng(seed).standard_normal((batch, T, D)), jnp.float32)
 
 
+@functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
+def _apply(graph, state, x, cu_seqlens, mask):
+    return nnx.merge(graph, state)(x, cu_seqlens=cu_seqlens, mask=mask)
+
+
+@functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
+def _decode(graph, state, x, cache, mask):
+    return nnx.merge(graph, state).decode(x, cache, mask=mask)
+
+
+def apply(layer, x, cu_seqlens=None, mask=None):
+    return _apply(*nnx.split(layer), x, cu_seqlens, mask)
+
+
+def decode(layer, x, cache, mask=None):
+    return _decode(*nnx.split(layer), x, cache, mask)
+
+
 @pytest.fixture(scope="module", params=["gdn", "kda"])
 def layer(request):
     return make(request.param)
-
-
-apply = nnx.jit(lambda layer, x, cu_seqlens=None, mask=None: layer(x, cu_seqlens=cu_seqlens, mask=mask))
-decode = nnx.jit(lambda layer, x, cache: layer.decode(x, cache))
 
 
 # ── initialisation ──
@@ -60,7 +76,7 @@ def test_dt_bias_is_the_inverse_softplus_of_time_steps():
 
 
 def test_decay_parameters_are_float32_in_a_bfloat16_layer():
-    layer = make("gdn", dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+    layer = nnx.eval_shape(lambda: make("gdn", dtype=jnp.bfloat16, param_dtype=jnp.bfloat16))
     assert layer.A_log.dtype == layer.dt_bias.dtype == jnp.float32
     assert layer.q_proj.kernel.dtype == layer.o_norm.scale.dtype == layer.q_conv1d.kernel.dtype == jnp.bfloat16
 
@@ -72,10 +88,13 @@ def test_safe_gate_starts_at_rate_one():
 
 
 def test_initializer_range_sets_the_spread():
-    layer = KimiDeltaAttention(64, head_dim=64, num_heads=2, initializer_range=0.02, rngs=nnx.Rngs(0))
-    for kernel in (layer.q_proj.kernel, layer.q_conv1d.kernel, layer.o_proj.kernel):
-        assert abs(np.std(kernel[...]) / 0.02 - 1) < 0.1
-    assert not np.asarray(layer.g_proj[1].bias[...]).any()
+    layer = linear(64, 32, use_bias=True, initializer_range=0.02, rngs=nnx.Rngs(0))
+    assert abs(np.std(layer.kernel[...]) / 0.02 - 1) < 0.1 and not np.asarray(layer.bias[...]).any()
+    layer = linear(64, 32, use_bias=True, rngs=nnx.Rngs(0))
+    for draws in (layer.kernel[...], layer.bias[...]):
+        assert 0.9 / 8 < np.abs(draws).max() <= 1 / 8  # uniform ±1/√64
+    kernel = ShortConvolution(64, 4, rngs=nnx.Rngs(0)).kernel[...]
+    assert 0.9 / 2 < np.abs(kernel).max() <= 1 / 2  # uniform ±1/√4
 
 
 # ── parts, against numbers worked out by hand ──
@@ -130,7 +149,7 @@ def convolution_by_loop(x, kernel, bounds):
 
 @pytest.mark.parametrize("bounds", [[0, 12], [0, 2, 2, 3, 9, 12], [0, 5]])
 def test_convolution_never_crosses_a_sequence_start(bounds):
-    """Packed, empty sequences and tokens past the last bound included; with NaN next door, gradients stay finite."""
+    """Packed, empty sequences and tokens past the last bound included; not even NaN next door is seen."""
     conv = ShortConvolution(3, 4, rngs=nnx.Rngs(0))
     x = np.random.default_rng(0).standard_normal((12, 3)).astype(np.float32)
     layout = token_layout(x[None], jnp.array(bounds))
@@ -138,11 +157,8 @@ def test_convolution_never_crosses_a_sequence_start(bounds):
     expected = convolution_by_loop(x, np.asarray(conv.kernel[...], np.float64), whole)
     np.testing.assert_allclose(conv(x[None], layout)[0], expected, rtol=1e-5, atol=1e-6)
 
-    first = bounds[1]
-    if first < 12:
-        x[:first] = np.nan
-        rest = nnx.grad(lambda conv: conv(x[None], layout)[0, first:].sum())(conv)
-        assert np.isfinite(np.asarray(rest.kernel[...])).all()
+    x[: bounds[1]] = np.nan
+    np.testing.assert_allclose(conv(x[None], layout)[0, bounds[1] :], expected[bounds[1] :], rtol=1e-5, atol=1e-6)
 
 
 # ── options and errors ──
@@ -169,10 +185,11 @@ def test_options_that_cannot_work(kind, options, message):
 def test_inputs_that_do_not_fit(layer):
     with pytest.raises(ValueError, match=r"x has shape \(2, 70, 23\).*hidden_size=24"):
         layer(inputs()[..., :-1])
-    with pytest.raises(ValueError, match=r"B must be 1, not 2; reshape x"):
+    with pytest.raises(ValueError, match=r"cu_seqlens was given with B=2"):
         layer(inputs(), cu_seqlens=jnp.array([0, T]))
-    with pytest.raises(ValueError, match=r"cu_seqlens has shape \(1,\)"):
-        layer(inputs(1), cu_seqlens=jnp.array([0]))
+    for bounds in ([0], [1, T], [0, T + 1], [0, 9, 8, T]):
+        with pytest.raises(ValueError, match="cu_seqlens"):
+            layer(inputs(1), cu_seqlens=jnp.array(bounds))
     with pytest.raises(ValueError, match=r"mask has shape \(2, 3\).*\(2, 70\)"):
         layer(inputs(), mask=jnp.ones((2, 3)))
 
@@ -189,10 +206,10 @@ def test_mask_and_cu_seqlens_together_are_refused(layer):
 def test_packed_sequences_equal_separate_ones(layer):
     x = inputs()
     alone = apply(layer, x)
-    packed = apply(layer, x.reshape(1, -1, D), jnp.array([0, T, T, 2 * T]))
+    packed = apply(layer, x.reshape(1, -1, D), cu_seqlens=jnp.array([0, T, T, 2 * T]))
     assert_close(packed.reshape(2, T, D), alone, 1e-5, "packed")
     # 40 tokens of the first sequence, then 70 of the second; what follows is past the end.
-    y = apply(layer, x.reshape(1, -1, D), jnp.array([0, 40, 110, 110]))
+    y = apply(layer, x.reshape(1, -1, D), cu_seqlens=jnp.array([0, 40, 110, 110]))
     assert_close(y[0, :40], alone[0, :40], 1e-5, "first")
     assert not np.asarray(y[0, 110:]).any()
 
@@ -208,7 +225,7 @@ def test_padding_changes_nothing(layer):
     padded = np.full((2, T, D), np.nan, np.float32)
     padded[0, 6:] = x[0, : T - 6]
     padded[1, mask[1]] = x[1, :47]
-    y = apply(layer, jnp.asarray(padded), None, jnp.asarray(mask))
+    y = apply(layer, jnp.asarray(padded), mask=jnp.asarray(mask))
     assert_close(y[0, 6:], alone[0, : T - 6], 1e-5, "left-padded")
     assert_close(y[1][mask[1]], alone[1, :47], 1e-5, "right-padded, with a hole")
     assert not np.asarray(y)[~mask].any()
@@ -216,33 +233,33 @@ def test_padding_changes_nothing(layer):
 
 def test_prompt_and_steps_equal_the_whole(layer):
     x = inputs()
-    whole = apply(layer, x)
-    y, cache = decode(layer, x[:, : T - 3], layer.init_cache(2))
-    assert_close(y, whole[:, : T - 3], 1e-5, "prompt")
-    for t in range(T - 3, T):
-        y, cache = decode(layer, x[:, t : t + 1], cache)
-        assert_close(y, whole[:, t : t + 1], 1e-5, f"token {t}")
-
-
-def test_prompt_shorter_than_the_convolution():
-    layer = make("gdn")
+    """The prompts are of two lengths, so that the second is padded on the left; one is shorter than the convolution."""
     x = inputs()
-    y, cache = decode(layer, x[:, :2], layer.init_cache(2))
-    assert_close(y, apply(layer, x)[:, :2], 1e-5, "2 tokens")
-    assert_close(decode(layer, x[:, 2:3], cache)[0], apply(layer, x)[:, 2:3], 1e-5, "third token")
+    whole = apply(layer, x)
+    lengths = (T - 3, 2)
+    prompt, mask = np.full((2, T, D), np.nan, np.float32), np.zeros((2, T), bool)
+    prompt[0, : lengths[0]], mask[0, : lengths[0]] = x[0, : lengths[0]], True
+    prompt[1, -lengths[1] :], mask[1, -lengths[1] :] = x[1, : lengths[1]], True
+    y, cache = decode(layer, jnp.asarray(prompt), layer.init_cache(2), mask=jnp.asarray(mask))
+    for row, length in enumerate(lengths):
+        assert_close(y[row][mask[row]], whole[row, :length], 1e-5, f"prompt {row}")
+    for t in range(3):
+        y, cache = decode(layer, jnp.stack([x[row, length + t] for row, length in enumerate(lengths)])[:, None], cache)
+        for row, length in enumerate(lengths):
+            assert_close(y[row, 0], whole[row, length + t], 1e-5, f"token {t} after prompt {row}")
 
 
 def test_cache_has_no_convolution_rows_without_convolution():
     cache = make("kda", use_short_conv=False).init_cache(3)
-    assert cache.state.shape == (3, 4, 8, 8) and cache.state.dtype == jnp.float32
-    assert cache.q_tail.shape == (3, 0, 16) and cache.v_tail.shape == (3, 0, 32)
+    assert cache.state.shape == (3, 4, 8, 12) and cache.state.dtype == jnp.float32
+    assert cache.q_tail.shape == (3, 0, 16) and cache.v_tail.shape == (3, 0, 48)
     assert make("kda", dtype=jnp.bfloat16).init_cache(3).k_tail.dtype == jnp.bfloat16
 
 
 def test_bfloat16_computation_with_float32_parameters():
     x = inputs()
-    exact = make("kda")
-    layer = make("kda", dtype=jnp.bfloat16)
+    exact = make("gdn")
+    layer = make("gdn", dtype=jnp.bfloat16)
     assert layer.q_proj.kernel.dtype == jnp.float32
     y = apply(layer, x)
     assert y.dtype == jnp.bfloat16
@@ -257,7 +274,7 @@ def test_handles_are_named_by_kind_and_disabled():
         layer = make(kind)
         for site in ("state", "w"):
             quantizer = getattr(layer, f"{kind}_{site}_quantizer")
-            assert (quantizer.site, quantizer.num_heads, quantizer.key_dim, quantizer.value_dim) == (site, 4, 8, 8)
+            assert (quantizer.site, quantizer.num_heads, quantizer.key_dim, quantizer.value_dim) == (site, 4, 8, 12)
             assert not quantizer.enabled
 
 
@@ -282,10 +299,10 @@ def test_state_rounding_changes_the_output_and_decoding_refuses_it():
     ):
         layer.decode(x, layer.init_cache(2))
     disable_quantizer(layer, "*")
-    y, _ = layer.decode(x[:, :1], layer.init_cache(2))
+    y, _ = decode(layer, x[:, :1], layer.init_cache(2))
     assert_close(y, plain[:, :1], 1e-5, "disabled")
     strip_quantizers(layer)
-    y, _ = layer.decode(x[:, :1], layer.init_cache(2))
+    y, _ = decode(layer, x[:, :1], layer.init_cache(2))
     assert_close(y, plain[:, :1], 1e-5, "stripped")
 
 
@@ -315,7 +332,7 @@ def test_state_dict_problems_are_listed_together_and_nothing_is_changed():
 
 
 def test_loaded_weights_keep_the_parameters_dtype():
-    source, target = make("kda"), make("kda", param_dtype=jnp.bfloat16)
+    source, target = make("kda"), nnx.eval_shape(lambda: make("kda", param_dtype=jnp.bfloat16))
     load_fla_state_dict(target, fla_state_dict(source))
     assert target.q_proj.kernel.dtype == jnp.bfloat16
     assert_close(target.q_proj.kernel[...].astype(jnp.float32), source.q_proj.kernel[...], 0.01, "q_proj")
