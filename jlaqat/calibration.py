@@ -128,7 +128,7 @@ def quantizer_metrics(model: nnx.Module, forward: Callable[[Any], Any]) -> dict[
 
     Raises ValueError naming a quantizer that the forward pass does not reach, or whose static scale is missing.
     """
-    copy = nnx.merge(*nnx.split(model))
+    copy = nnx.merge(*nnx.split(model), copy=True)
     active = {name: x for name, x in find_quantizers(copy).items() if x.enabled}
     if not active:
         return {}
@@ -136,13 +136,13 @@ def quantizer_metrics(model: nnx.Module, forward: Callable[[Any], Any]) -> dict[
         if quantizer.static and quantizer.amax is None:
             raise ValueError(f"{name} has a static scale that was never calibrated; call jlaqat.calibrate first.")
         quantizer.start_observing()
-    unseen = {name: x.stats.get_value() for name, x in active.items() if x.stats is not None}
+    unseen = {name: x.stats.get_value().count for name, x in active.items() if x.stats is not None}
     forward(copy)
     metrics = {}
     for name, quantizer in active.items():
         assert quantizer.stats is not None
         stats = quantizer.stats.get_value()
-        if stats is unseen[name]:
+        if stats.count is unseen[name]:
             raise ValueError(f"{name} saw no data: forward must call the model that it is given, and that layer.")
         for index, label in per_layer_names(name, quantizer):
             metrics[label] = _summary(jax.tree.map(lambda x, index=index: x[index], stats))
