@@ -8,6 +8,8 @@ from jlaqat.model import DecoderLM as DecoderLM
 from jlaqat.model import ModelConfig as ModelConfig
 from jlaqat.model import count_params as count_params
 from jlaqat.ops import delta_rule as delta_rule
+from jlaqat.ops import delta_rule_observe as delta_rule_observe
+from jlaqat.ops import delta_rule_recurrent as delta_rule_recurrent
 from jlaqat.ops import delta_rule_step as delta_rule_step
 from jlaqat.quantizers import Quantizer as Quantizer
 from jlaqat.quantizers import QuantizerVariable as QuantizerVariable

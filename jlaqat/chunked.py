@@ -98,14 +98,14 @@ def forward(quant: DeltaQuant, scale: float, inputs: Inputs, cu_seqlens: Array |
     num_sequences = inputs.k.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
 
     def step(carry, chunk):
-        place, (q_d, k_d, last), P, u, w = chunk
+        place, decayed, P, u, w = chunk
         S = states.read(carry, place.sequence)
         v_new = u - matmul("bhck,bhkv->bhcv", w, S)
-        o = matmul("bhck,bhkv->bhcv", q_d, S) + matmul("bhcj,bhjv->bhcv", P, v_new)
-        S_next = _leave(S, last, k_d, v_new, place, quant, arrays)
+        o = matmul("bhck,bhkv->bhcv", decayed.q, S) + matmul("bhcj,bhjv->bhcv", P, v_new)
+        S_next = sites.round_state(update_state(S, decayed, v_new), place, quant, arrays)
         return states.write(carry, S_next, place.sequence), (o, S)
 
-    scanned = (layout.state_place, (decayed.q, decayed.k, decayed.last), P, u, w)
+    scanned = (layout.state_place, decayed, P, u, w)
     carry, (o, entering) = jax.lax.scan(
         step, states.start(initial_states(inputs, num_sequences, quant, arrays)), scanned
     )
@@ -178,16 +178,16 @@ def _reverse_scan(d_final, do, S, P, w, v_new, decayed, layout: Layout, quant: D
     dS_local = matmul("...ck,...cv->...kv", decayed.q, do)
 
     def step(carry, chunk):
-        place, dv_local, dS_local, k_d, last, w, leaving = chunk
+        place, dv_local, dS_local, decayed, w, leaving = chunk
         dS = states.read(carry, place.sequence)
         if clips:
             S, v_new = leaving
-            dS = sites.state_gradient(_update(S, last, k_d, v_new), dS, place, quant, arrays)
-        dv_new = dv_local + matmul("bhck,bhkv->bhcv", k_d, dS)
-        dS_previous = last * dS + dS_local - matmul("bhck,bhcv->bhkv", w, dv_new)
+            dS = sites.state_gradient(update_state(S, decayed, v_new), dS, place, quant, arrays)
+        dv_new = dv_local + matmul("bhck,bhkv->bhcv", decayed.k, dS)
+        dS_previous = decayed.last * dS + dS_local - matmul("bhck,bhcv->bhkv", w, dv_new)
         return states.write(carry, dS_previous, place.sequence), (dv_new, dS)
 
-    scanned = (layout.state_place, dv_local, dS_local, decayed.k, decayed.last, w, (S, v_new) if clips else None)
+    scanned = (layout.state_place, dv_local, dS_local, decayed, w, (S, v_new) if clips else None)
     carry, (dv_new, dS) = jax.lax.scan(step, states.start(d_final.astype(do.dtype)), scanned, reverse=True)
     return dv_new, dS, states.finish(carry)
 
@@ -233,10 +233,6 @@ def initial_states(inputs: Inputs, num_sequences: int, quant: DeltaQuant, arrays
     return sites.round_state(inputs.initial_state.astype(dtype), sites.initial_place(num_sequences), quant, arrays)
 
 
-def _update(S: Array, last: Array, k_d: Array, v_new: Array) -> Array:
-    return last * S + matmul("bhck,bhcv->bhkv", k_d, v_new)
-
-
-def _leave(S, last, k_d, v_new, place: sites.Place, quant: DeltaQuant, arrays: QuantArrays) -> Array:
-    """The state after a chunk, rounded."""
-    return sites.round_state(_update(S, last, k_d, v_new), place, quant, arrays)
+def update_state(S: Array, decayed: Decayed, v_new: Array) -> Array:
+    """The state after a chunk, before its rounding."""
+    return decayed.last * S + matmul("...ck,...cv->...kv", decayed.k, v_new)

@@ -11,8 +11,11 @@ import jax.numpy as jnp
 
 from jlaqat import checks, reference
 from jlaqat.chunked import Inputs, delta_rule_chunked
+from jlaqat.observe import observe
+from jlaqat.recurrent import delta_rule_by_token
+from jlaqat.rounding import SiteStats
 from jlaqat.shards import vary_over, varying_axes
-from jlaqat.spec import CHUNK_SIZE, DeltaQuant, QuantArrays
+from jlaqat.spec import CHUNK_SIZE, DeltaQuant, QuantArrays, QuantConfigError
 
 Array = jax.Array
 _logger = logging.getLogger("jlaqat")
@@ -64,19 +67,82 @@ def delta_rule(
         q, k, v, g, beta, scale, initial_state, cu_seqlens, quant, quant_arrays
     )
     backend = _choose(backend)
+    by_token = quant.state is not None and quant.state.cadence != CHUNK_SIZE
     if backend == "reference":
-        if cu_seqlens is not None and checks.is_traced(cu_seqlens):
-            raise NotImplementedError(
-                "backend='reference' cuts packed sequences in Python, so cu_seqlens must not be traced; "
-                "use backend='xla' under jit."
-            )
+        _check_concrete(cu_seqlens)
         settings = dict(
             scale=scale, initial_state=inputs.initial_state, cu_seqlens=cu_seqlens, quant=quant, quant_arrays=arrays
         )
-        by_token = quant.state is not None and quant.state.cadence != CHUNK_SIZE
-        run = reference.delta_rule_tokens if by_token else reference.delta_rule_chunks
-        return run(*inputs[:5], **settings)
-    return _poison(delta_rule_chunked(inputs, cu_seqlens, quant, arrays, scale), cu_seqlens, inputs.k.shape[1])
+        define = reference.delta_rule_tokens if by_token else reference.delta_rule_chunks
+        return define(*inputs[:5], **settings)
+    run = delta_rule_by_token if by_token else delta_rule_chunked
+    return _poison(run(inputs, cu_seqlens, quant, arrays, scale), cu_seqlens, inputs.k.shape[1])
+
+
+def delta_rule_recurrent(
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    beta: Array,
+    *,
+    scale: float | None = None,
+    initial_state: Array | None = None,
+    cu_seqlens: Array | None = None,
+    quant: DeltaQuant = DeltaQuant(),  # noqa: B008 (frozen)
+    quant_arrays: QuantArrays | None = None,
+    backend: str = "auto",
+) -> tuple[Array, Array]:
+    """`delta_rule` token by token: the state is rounded every `quant.state.cadence` (1, 16 or 64) tokens.
+
+    Arguments, results and errors are those of `delta_rule`. The state is also rounded on entry and at the end of a
+    sequence; outputs read it before it is rounded. With cadence 64 rounding falls where `delta_rule` rounds, and they
+    agree up to the order of sums. quant.w must be None: w exists only chunk by chunk. The gradient is straight-through
+    and its memory grows with T / 64 states. Runs on the xla backend (and "reference").
+    """
+    inputs, cu_seqlens, arrays, scale = _prepare(
+        q, k, v, g, beta, scale, initial_state, cu_seqlens, quant, quant_arrays
+    )
+    if quant.w is not None:
+        raise QuantConfigError(
+            f"quant.w ({quant.w.describe()}) does not apply to delta_rule_recurrent: w belongs to chunks. "
+            "Use delta_rule or w=None."
+        )
+    if _choose(backend) == "reference":
+        _check_concrete(cu_seqlens)
+        settings = dict(scale=scale, initial_state=inputs.initial_state, cu_seqlens=cu_seqlens)
+        return reference.delta_rule_tokens(*inputs[:5], **settings, quant=quant, quant_arrays=arrays)
+    return _poison(delta_rule_by_token(inputs, cu_seqlens, quant, arrays, scale), cu_seqlens, inputs.k.shape[1])
+
+
+def delta_rule_observe(
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    beta: Array,
+    *,
+    scale: float | None = None,
+    initial_state: Array | None = None,
+    cu_seqlens: Array | None = None,
+    quant: DeltaQuant = DeltaQuant(),  # noqa: B008 (frozen)
+    quant_arrays: QuantArrays | None = None,
+    backend: str = "auto",
+) -> tuple[Array, Array, dict[str, SiteStats | None]]:
+    """`delta_rule` with statistics of what its quantizers saw and did, for calibration and metrics. Forward only.
+
+    Arguments and errors are those of `delta_rule`; it runs on the xla backend.
+
+    Returns (o, final_state, {"state": SiteStats or None, "w": SiteStats or None}). Every rounding of the call enters:
+    the initial state's where one is given, each chunk's (or each `cadence` tokens'), each token's of w, but no padding.
+    """
+    inputs, cu_seqlens, arrays, scale = _prepare(
+        q, k, v, g, beta, scale, initial_state, cu_seqlens, quant, quant_arrays
+    )
+    if _choose(backend) != "xla":
+        raise NotImplementedError(f"backend={backend!r} gathers no statistics; use backend='xla' or 'auto'.")
+    o, final_state, stats = observe(jax.lax.stop_gradient(inputs), cu_seqlens, quant, arrays, scale)
+    return *_poison((o, final_state), cu_seqlens, inputs.k.shape[1]), stats
 
 
 def delta_rule_step(
@@ -131,6 +197,14 @@ def _prepare(q, k, v, g, beta, scale, initial_state, cu_seqlens, quant, quant_ar
     checks.check_token_axis(quant, q=q, k=k, v=v, g=g, beta=beta)
     inputs = Inputs(*_same_shards(q, k, v, g, beta, initial_state))
     return inputs, cu_seqlens, arrays, checks.check_scale(scale, k.shape[3])
+
+
+def _check_concrete(cu_seqlens: Array | None) -> None:
+    if cu_seqlens is not None and checks.is_traced(cu_seqlens):
+        raise NotImplementedError(
+            "backend='reference' cuts packed sequences in Python, so cu_seqlens must not be traced; "
+            "use backend='xla' under jit."
+        )
 
 
 def _same_shards(*arrays: Array | None) -> list[Any]:

@@ -4,10 +4,10 @@ A_ij = β_i Σ_K k_i k_j e^(G_i − G_j) for i > j and P_ij = scale Σ_K q_i k_j
 backward, for one gate a head (GDN: G [..., 1]) and one gate a key channel (KDA: G [..., K]). Source of the maths:
 arXiv 2412.06464, arXiv 2510.26692.
 
-A decay per channel cannot leave the sum over K, and e^(−G) alone overflows. So KDA quarters the chunk: rows of 16 meet the
-columns before them through an anchor, their first row a, as (x_i e^(G_i − G_a)) · (k_j e^(G_a − G_j)); so do rows of 4
-inside their 16; pairs inside 4 rows are summed exactly. All factors are at most 1, so nothing overflows at any decay, and
-an anchor depends on no later row, so that a prefix gives the same bits.
+A decay per channel cannot leave the sum over K, and e^(−G) alone overflows. So KDA quarters the chunk: rows of 16 meet
+the columns before them through an anchor, their first row a, as (x_i e^(G_i − G_a)) · (k_j e^(G_a − G_j)); so do rows
+of 4 inside their 16; pairs inside 4 rows are summed exactly. All factors are at most 1, so nothing overflows at any
+decay, and an anchor depends on no later row, so that a prefix gives the same bits.
 
 Shapes: q, k [..., H, C, K]; G [..., HV, C, 1 or K]; beta [..., HV, C]; A, P [..., HV, C, C]. C is 64.
 """
@@ -151,7 +151,7 @@ def _exact_decay(G: Array) -> Array:
 
 
 def _anchored_decay(G: Array, size: int) -> tuple[Array, Array]:
-    """e^(G_i − G_a) for `_later` rows and e^(G_a − G_j) for `_earlier` columns, 0 where a column is not before a's block."""
+    """e^(G_i − G_a) for `_later` rows, e^(G_a − G_j) for `_earlier` columns: 0 where a column is not before a."""
     rows, columns = _later(G, size), _earlier(G, size)
     anchor = rows[..., :1, :]
     first = size * jnp.arange(1, 4)
@@ -190,7 +190,7 @@ def _from_earlier(x: Array, shape: tuple[int, ...]) -> Array:
 
 
 def _assemble(diagonal: Array, before: Array) -> Array:
-    """Blocks [..., 4n, s, s] on the diagonal and [..., n, 3, s, 3s] before them → blocks [..., n, 4s, 4s], zero above."""
+    """Blocks [..., 4n, s, s] on the diagonal, [..., n, 3, s, 3s] before them → [..., n, 4s, 4s], zero above."""
     size = diagonal.shape[-1]
     padding = [(0, 0)] * (before.ndim - 3) + [(1, 0), (0, 0), (0, size)]
     tiles = jnp.pad(before, padding).reshape(*before.shape[:-3], 4, size, 4, size)

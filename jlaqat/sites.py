@@ -17,7 +17,7 @@ from jlaqat.rounding import fake_quantize, random_bits
 from jlaqat.spec import DeltaQuant, QuantArrays, QuantSpec
 
 Array = jax.Array
-_W_ROUNDS = np.uint32(1 << 31)  # a Python integer of this size does not fit the int32 that JAX gives it
+_W_ROUNDS = np.uint32(1 << 31)
 
 
 class Place(NamedTuple):
