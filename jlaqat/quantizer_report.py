@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,8 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from rich.console import Console
-from rich.table import Table
 
 from jlaqat.quant_cfg import HANDLES, Setting, check_pairs
 from jlaqat.quantizer import Quantizer, QuantizerVariable, find_quantizers, number_layers, stacked_layers
@@ -52,7 +49,7 @@ def quantizer_table(model: nnx.Module) -> list[dict[str, Any]]:
     ]
 
 
-def summary(model: nnx.Module, *, width: int = 150) -> str:
+def summary(model: nnx.Module) -> str:
     """The quantizers of `model` as a table: name, on or off, setting, which entry set it, scale, notes.
 
     A dry run of a recipe: quantize, then print this. Below the table: how many are on, what a wildcard turned on
@@ -61,20 +58,14 @@ def summary(model: nnx.Module, *, width: int = 150) -> str:
     rows = quantizer_table(model)
     if not rows:
         return "The model has no quantizers."
-    table = Table(box=None, pad_edge=False, header_style="")
-    for column in ("quantizer", "on", "setting", "set by", "scale", "notes"):
-        table.add_column(column, overflow="fold", no_wrap=column == "on")
+    cells = [("quantizer", "on", "setting", "set by", "scale", "notes")]
     for row in rows:
-        cells = (row["name"], "on" if row["enabled"] else "off", row["setting"] or "–", row["source"] or "–")
-        table.add_row(*(_plain(cell) for cell in (*cells, _scale_text(row), _notes(row))))
-    console = Console(file=io.StringIO(), width=width, color_system=None, highlight=False, markup=True)
-    console.print(table)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    return "\n".join(line.rstrip() for line in text.splitlines()) + "\n\n" + "\n".join(_remarks(rows)) + "\n"
-
-
-def _plain(text: str) -> str:
-    return text.replace("[", "\\[")  # rich reads brackets as markup
+        state = "on" if row["enabled"] else "off"
+        setting = (row["setting"] or "–").replace(", scale static", "")  # the scale has a column of its own
+        cells.append((row["name"], state, setting, row["source"] or "–", _scale_text(row), _notes(row)))
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    lines = ["  ".join(text.ljust(width) for text, width in zip(line, widths)).rstrip() for line in cells]
+    return "\n".join([*lines, "", *_remarks(rows)])
 
 
 def _scale_range(quantizer: Quantizer) -> dict[str, float | None] | None:
@@ -92,7 +83,9 @@ def _scale_text(row: Mapping[str, Any]) -> str:
     if row["scale"] is None:
         return "dynamic"
     low, high = row["scale"]["min"], row["scale"]["max"]
-    return "not calibrated" if low is None else f"amax {low:.4g}" + ("" if low == high else f" to {high:.4g}")
+    if low is None:
+        return "static, not calibrated"
+    return f"static, amax {low:.4g}" + ("" if low == high else f" to {high:.4g}")
 
 
 def _notes(row: Mapping[str, Any]) -> str:
