@@ -102,6 +102,13 @@ def quantize_codes(
         raise ValueError(
             f"format {spec.format!r} has no one-byte codes with a float32 scale; use {', '.join(CODE_DTYPES)}."
         )
+    return _quantize_codes(x, spec, site, amax, random_bits)
+
+
+@partial(jax.jit, static_argnames=("spec", "site"), inline=True)
+def _quantize_codes(
+    x: jax.Array, spec: QuantSpec, site: str, amax: jax.Array | None, random_bits: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
     exact = lax.stop_gradient(x).astype(jnp.float32)
     values, scale = _quantize(exact, spec, site, amax, random_bits)
     largest = group_amax(exact, spec, site)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -92,6 +93,13 @@ def site_stats(
         raise ValueError(
             f"x {list(x.shape)} and x_q {list(x_q.shape)} must have one shape [..., heads, rows, columns]."
         )
+    return _site_stats(x, spec, x_q, site, amax, where)
+
+
+@partial(jax.jit, static_argnames=("spec", "site"), inline=True)
+def _site_stats(
+    x: jax.Array, spec: QuantSpec, x_q: jax.Array, site: str, amax: jax.Array | None, where: jax.Array | None
+) -> SiteStats:
     x, x_q = lax.stop_gradient((x.astype(jnp.float32), x_q.astype(jnp.float32)))
     counted = jnp.ones(x.shape, bool) if where is None else jnp.broadcast_to(where, x.shape)
     finite = counted & jnp.isfinite(x)

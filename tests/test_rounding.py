@@ -256,9 +256,9 @@ def test_random_bits_are_the_same_in_every_setting(run):
     result = np.asarray(run(draw)(*args))
     assert result.shape == (3, 3, 4, 6)
     for row in range(3):
-        step, sequence, head, index = (int(a[row]) for a in args)
+        step, sequence, head, index = (np.uint32(a[row]) for a in args)
         for h in range(3):
-            np.testing.assert_array_equal(result[row, h], draw_alone(step, sequence, head + h, index))
+            np.testing.assert_array_equal(result[row, h], draw_alone(step, sequence, head + np.uint32(h), index))
     assert len(np.unique(result)) == result.size  # different tiles, different bits
 
 
