@@ -68,8 +68,8 @@ def explain_non_finite(
     layer = modules[0] if modules else _deepest_layer(gradients)
 
     loss = float(metrics["loss"])
-    norm = float(metrics["grad_norm"])
-    lines = [f"step {step}: loss {loss}, gradient norm {norm}; training stopped before the update."]
+    norms = f"gradient norm {float(metrics['grad_norm'])}, update norm {float(metrics['update_norm'])}"
+    lines = [f"step {step}: loss {loss}, {norms}; training stopped before the update."]
     lines.append(f"  layer: {layer or 'none found'}" + ("" if modules or not layer else " (in the backward pass)"))
     lines.append(f"  quantizer: {quantizers[0] if quantizers else 'none was handed a non-finite value'}")
     if gradients:

@@ -114,6 +114,7 @@ class TrainConfig:
     sharding: ShardingConfig = ShardingConfig()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "quant", (self.quant,) if isinstance(self.quant, str) else tuple(self.quant))
         _at_least(self, "", steps=1, accumulation=1)
         if self.loss is not None and self.loss not in LOSSES:
             raise ValueError(

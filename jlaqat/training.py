@@ -93,8 +93,7 @@ def train(config: TrainConfig, *, directory: str | Path, resume: bool = True) ->
 def build_model(config: TrainConfig) -> DecoderLM:
     """The model of a run as it starts: random weights from the seed, quantizers set by the recipe."""
     model = DecoderLM(config.model, rngs=nnx.Rngs(config.seed))
-    recipe = [config.quant] if isinstance(config.quant, str) else list(config.quant)
-    return quantize(model, load_recipe(recipe)) if recipe else model
+    return quantize(model, load_recipe(config.quant)) if config.quant else model
 
 
 class _Run:

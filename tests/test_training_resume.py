@@ -38,7 +38,7 @@ SMALL = {
     "logging": {"every": 1, "quantizers_every": 0, "tensorboard": False},
 }
 
-# Everything that has state: stochastic rounding (counters), distillation (the teacher on disk), packed text in a shuffled
+# Everything that has state: stochastic rounding (counters), distillation (the teacher on disk), packed text in shuffled
 # order, accumulation, an asynchronous save.
 WHOLE = {
     "model": {
@@ -71,7 +71,8 @@ class Run:
         directory.mkdir()
         file = directory.with_suffix(".yaml")
         file.write_text(yaml.safe_dump(config))
-        self.command = [sys.executable, str(CHILD), str(directory), str(file), *([str(cache)] if cache else [])]
+        quick = ["--quick", str(cache)] if cache else []
+        self.command = [sys.executable, str(CHILD), str(directory), str(file), *quick]
 
     def start(self):
         root = str(pathlib.Path(sys.modules["jlaqat"].__file__).parents[1])

@@ -1,10 +1,10 @@
-"""One training run in a process of its own, for tests to kill: python training_child.py DIRECTORY CONFIG.yaml [CACHE].
+"""One training run in a process of its own, for tests to kill or pair: python training_child.py DIRECTORY CONFIG.yaml
 
-CACHE is a folder for compiled programs, to start faster; without it the process compiles as a user's would, with all
-optimisations.
+--quick DIR compiles without optimisations and keeps programs in DIR, to start faster; without it the process compiles
+as a user's would. --processes and --index make it one of several processes that meet at --port on the loopback interface.
 """
 
-import sys
+import argparse
 
 import jax
 
@@ -12,13 +12,24 @@ from jlaqat.recipes import load_config
 from jlaqat.training import TrainConfig, train
 
 
-def main(directory: str, config: str, cache: str | None = None) -> None:
-    if cache is not None:
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("directory")
+    parser.add_argument("config")
+    parser.add_argument("--quick")
+    parser.add_argument("--port", type=int)
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--index", type=int, default=0)
+    args = parser.parse_args()
+    if args.quick is not None:
         jax.config.update("jax_disable_most_optimizations", True)
-        jax.config.update("jax_compilation_cache_dir", cache)
+        jax.config.update("jax_compilation_cache_dir", args.quick)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    train(load_config(TrainConfig, config), directory=directory)
+    if args.processes > 1:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(f"127.0.0.1:{args.port}", args.processes, args.index)
+    train(load_config(TrainConfig, args.config), directory=args.directory)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()
