@@ -35,6 +35,7 @@ def same(printed, shown):
     return all(a == b or float(a) == pytest.approx(float(b), rel=0.1) for a, b in words)
 
 
+@pytest.mark.slow
 def test_the_page_does_what_it_shows():
     checked = 0
     for code, printed, shown in run_blocks():

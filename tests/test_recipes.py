@@ -2,16 +2,21 @@
 
 import dataclasses
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
 from typing import Any, Literal
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jlaqat import recipes
 from jlaqat.quant_cfg import plan
 from jlaqat.recipes import ConfigError, list_configs, load_config, load_recipe, to_dict
+from jlaqat.rounding import fake_quantize
+from jlaqat.spec import QuantSpec
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 SITES = {
@@ -71,6 +76,22 @@ def test_every_packaged_recipe_loads_and_its_head_teaches(name):
     head = (ROOT / "configs/recipes" / f"{name}.yaml").read_text().splitlines()
     comments = "\n".join(line for line in head if line.startswith("#"))
     assert f'load_recipe("{name}")' in comments and "Emulates: " in comments and "Expect: " in comments
+
+
+def test_the_rounding_errors_that_the_recipes_promise():
+    """`rounding error near …` in a recipe's head is what its first quantizer does to Gaussian values."""
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 2, 64, 64)), jnp.float32)
+    seen: dict[QuantSpec, float] = {}
+    for name, path in list_configs().items():
+        promised = re.search(r"rounding error near ([\d.]+\d)", path.read_text()) if "recipes/" in name else None
+        if promised:
+            settings = [(n, s.spec) for n, s in plan(load_recipe(path), SITES).items() if s.enabled and s.spec]
+            spec = dataclasses.replace(settings[0][1], scale="dynamic")
+            if spec.rounding == "nearest" and spec not in seen:
+                error = fake_quantize(x, spec, site=SITES[settings[0][0]]) - x
+                seen[spec] = float(jnp.sqrt((error**2).sum() / (x**2).sum()))
+            assert spec not in seen or seen[spec] == pytest.approx(float(promised[1]), rel=0.1), name
+    assert len(seen) >= 7
 
 
 @pytest.mark.parametrize("gates", [("gdn",), ("kda",), ("gdn", "kda")])
