@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jlaqat import checks, reference
 from jlaqat.chunked import Inputs, delta_rule_chunked
@@ -186,7 +187,8 @@ def _prepare(q, k, v, g, beta, scale, initial_state, cu_seqlens, quant, quant_ar
     q, k, v, g, beta = (x if isinstance(x, jax.Array) else jnp.asarray(x) for x in (q, k, v, g, beta))
     checks.check_operands(q, k, v, g, beta)
     if cu_seqlens is not None:
-        cu_seqlens = jnp.asarray(cu_seqlens)
+        # Concrete values stay numpy, or under jit their check would see a tracer.
+        cu_seqlens = cu_seqlens if checks.is_traced(cu_seqlens) else np.asarray(cu_seqlens)
         checks.check_cu_seqlens(cu_seqlens, k)
     sequences = k.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if initial_state is not None:

@@ -170,7 +170,7 @@ def delta_rule_chunks_backward(
         parts: list[Operands] = []
         for chunk in reversed(chunks):
             position -= chunk.u.shape[2]
-            dx, dS = chunk_backward(chunk, do[:, :, position : position + chunk.u.shape[2]], dS, scale)
+            dx, dS = _chunk_backward(chunk, do[:, :, position : position + chunk.u.shape[2]], dS, scale)
             parts.insert(0, dx)
         d_initials.append(dS)
         if parts:
@@ -242,6 +242,9 @@ def chunk_backward(chunk: Chunk, do: Array, dS: Array, scale: float) -> tuple[Op
     return Operands(dq, dk, dv, dg, dbeta[..., None]), dS_previous
 
 
+_chunk_backward = jax.jit(chunk_backward)  # eagerly, every one of its operations is compiled for every length
+
+
 def _sequence_forward(x: Operands, S: Array, scale: float, rounding: Rounding) -> tuple[Array, Array, list[Chunk]]:
     S = rounding.state(S, 0)
     length = x.k.shape[2]
@@ -294,3 +297,20 @@ def _join(outputs: list[Array], finals: list[Array], v: Array, cu_seqlens) -> tu
     beyond = v.shape[1] - o.shape[1]  # rows past cu_seqlens[-1]
     o = jnp.pad(o, ((0, 0), (0, beyond), (0, 0), (0, 0)))
     return o.astype(v.dtype), jnp.concatenate(finals)
+
+
+def oracle(
+    operands: dict[str, np.ndarray], do: np.ndarray, d_final: np.ndarray, **settings
+) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+    """(o, final_state, gradients by name) in float64, by chunk, with the backward by hand: what tests compare with.
+
+    operands: q, k, v, g, beta and optionally initial_state, of any float dtype; do and d_final the cotangents of both
+    results; settings as for `delta_rule_chunks`.
+    """
+    with jax.enable_x64(True):
+        x = {name: jnp.asarray(np.asarray(a, np.float64)) for name, a in operands.items()}
+        o, final_state = delta_rule_chunks(**x, **settings)
+        cotangents = (jnp.asarray(np.asarray(d, np.float64)) for d in (do, d_final))
+        gradients = delta_rule_chunks_backward(*cotangents, **x, **settings)
+        names = ("q", "k", "v", "g", "beta", "initial_state")
+        return np.asarray(o), np.asarray(final_state), dict(zip(names, map(np.asarray, gradients)))
