@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -28,8 +28,9 @@ def calibrate(
 ) -> list[str]:
     """Set the static scales of every enabled, unfrozen quantizer of `type: static` from data; returns their names.
 
-    `forward(model, batch)` is called, jitted, for each batch of `batches`; what it returns is dropped. Meanwhile the
-    quantizers round with dynamic scales and gather amax and histograms. Every scale group (head and tile, row, …) gets
+    `forward(model, batch)` is called, jitted, for each batch of `batches`; what it returns is dropped (the last
+    function stays compiled for the next call). Meanwhile the quantizers round with dynamic scales and gather amax and
+    histograms. Every scale group (head and tile, row, …) gets
       "max": the largest magnitude seen;
       "percentile": the magnitude below which `percentile` % of the non-zero elements lie;
       "mse": of 8 candidates an octave up to the largest magnitude, the one with the least squared rounding error.
@@ -41,7 +42,7 @@ def calibrate(
     _check_method(method, percentile)
     targets = _calibrated(model)
     before = {name: quantizer.amax for name, quantizer in targets.items()}
-    run = _jitted(forward)
+    run = _jitted(forward) if isinstance(forward, Hashable) else _jitted.__wrapped__(forward)
     for quantizer in targets.values():
         quantizer.amax = None
         quantizer.start_observing()

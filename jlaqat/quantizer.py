@@ -148,8 +148,9 @@ def quantized_delta_rule(
         return ops.delta_rule(q, k, v, g, beta, **options)
     o, final_state, stats = ops.delta_rule_observe(q, k, v, g, beta, **options)
     for site, quantizer in active.items():
-        if quantizer.observing:
-            quantizer.add_stats(stats[site])
+        seen = stats[site]
+        if quantizer.observing and seen is not None:
+            quantizer.add_stats(seen)
     return o, final_state
 
 
