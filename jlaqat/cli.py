@@ -50,7 +50,7 @@ class Train:
         from jlaqat.recipes import load_config
         from jlaqat.training import TrainConfig, train
 
-        config = load_config(TrainConfig, self.config, self.overrides)
+        config = load_config(TrainConfig, _packaged(self.config, "train"), self.overrides)
         result = train(config, directory=self.directory, resume=self.resume)
         scores = ", ".join(f"{name} {value:.4g}" for name, value in result.evaluation.items() if name != "weight")
         print(f"step {result.step}: train loss {result.metrics['loss']:.4f}; held-out {scores or 'not evaluated'}")
@@ -120,7 +120,7 @@ class Study:
     """
 
     config: str
-    """A packaged config's name (such as study/demo) or the path of a YAML file."""
+    """A packaged config's name (study/demo, or demo for short) or the path of a YAML file."""
     directory: Path
     """Where the study lives; an earlier study there is replaced."""
     overrides: Overrides = ()
@@ -131,7 +131,7 @@ class Study:
         from jlaqat.study import StudyConfig, run_study
         from jlaqat.study_report import print_report
 
-        config = load_config(StudyConfig, self.config, self.overrides)
+        config = load_config(StudyConfig, _packaged(self.config, "study"), self.overrides)
         record = run_study(config, self.directory, say=lambda line: print(line, flush=True))
         print_report(record, self.directory)
         unequal = [r["setting"] for r in record["restore"] if not r["equal"]]
@@ -164,20 +164,27 @@ class Summary:
         from jlaqat.study_config import StudyConfig
         from jlaqat.training import TrainConfig, build_model
 
-        if _is_study(self.config):
-            study = load_config(StudyConfig, self.config, self.overrides)
+        name = _packaged(self.config, "train", "study")
+        if _is_study(name):
+            study = load_config(StudyConfig, name, self.overrides)
             for setting in study.settings:
                 entries = setting.quant_cfg()
                 model = nnx.eval_shape(lambda e=entries: quantize(DecoderLM(study.model, rngs=nnx.Rngs(0)), e))
                 describe(model, study.model, study.data, title=setting.title)
         else:
-            config = load_config(TrainConfig, self.config, self.overrides)
+            config = load_config(TrainConfig, name, self.overrides)
             model = nnx.eval_shape(lambda: build_model(config))
             describe(model, config.model, config.data, title=self.config)
 
 
 class RunFailed(RuntimeError):
     """A run that came to a wrong end; exit status 1."""
+
+
+def _packaged(config: str, *folders: str) -> str:
+    """The packaged config that a bare name means to a command: "demo" is study/demo to `jlaqat study`."""
+    known = _run_configs()
+    return next((f"{folder}/{config}" for folder in folders if f"{folder}/{config}" in known), config)
 
 
 def _is_study(config: str) -> bool:
@@ -250,6 +257,7 @@ def _run_configs() -> list[str]:
 def _run(command: Train | Eval | Study | Summary) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("jlaqat").setLevel(logging.INFO)
+    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns of metadata that it does not need
     try:
         command.run()
     except KeyboardInterrupt:

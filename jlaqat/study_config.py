@@ -104,18 +104,17 @@ class StudyConfig:
             ("formats", tuple(STATE_CFG)),
             ("roundings", ("nearest", "stochastic")),
             ("cadences", (1, 16, CHUNK_SIZE)),
+            ("score_cadences", (1, 16, CHUNK_SIZE)),
         ):
             given = getattr(self, field)
-            if not given or len(set(given)) != len(given) or not set(given) <= set(allowed):
+            if (
+                (not given and field != "score_cadences")
+                or len(set(given)) != len(given)
+                or not set(given) <= set(allowed)
+            ):
                 raise ValueError(
                     f"{field}={list(given)} must name one or more of {', '.join(map(repr, allowed))}, once."
                 )
-        scored = set(self.score_cadences)
-        if len(scored) != len(self.score_cadences) or not scored <= {1, 16, CHUNK_SIZE} - set(self.cadences):
-            raise ValueError(
-                f"score_cadences={list(self.score_cadences)} must be different ones of 1, 16, {CHUNK_SIZE} that are "
-                f"not in cadences={list(self.cadences)}, which are trained and scored."
-            )
         if not 0.0 < self.score_tail <= 1.0:
             raise ValueError(f"score_tail={self.score_tail} is out of range; give a share above 0, at most 1.")
         if self.score_tail != 1.0 and self.data.task in FILE_TASKS:
@@ -140,9 +139,10 @@ class StudyConfig:
     @property
     def settings(self) -> list[Setting]:
         """Every setting, in the order of the table."""
+        cadences = dict.fromkeys((*self.cadences, *self.score_cadences))  # one that is trained for is not scored twice
         return [
             Setting(format=f, rounding=r, cadence=c, trained_cadence=c if c in self.cadences else self.cadences[0])
-            for f, r, c in itertools.product(self.formats, self.roundings, (*self.cadences, *self.score_cadences))
+            for f, r, c in itertools.product(self.formats, self.roundings, cadences)
         ]
 
     @property

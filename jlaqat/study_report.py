@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,10 @@ def study_table(record: dict[str, Any]) -> Table:
     better = "lower" if record["score"]["lower_is_better"] else "higher"
     config, count = record["config"], len(record["seeds"])
     table = Table(
-        title=f"{config['data']['task']}: held-out {score_title(record)}, {better} is better; mean ± std of {count}",
+        title=(
+            f"{config['data']['task']}: held-out {score_title(record)}, {better} is better; "
+            f"mean ± std of {count} seed{'s' if count > 1 else ''}"
+        ),
         caption="won back: share of rounding's cost, (PTQ − arm)/(PTQ − float32); –: cost within its spread over seeds",
         title_justify="left",
         caption_justify="left",
@@ -62,7 +66,8 @@ def study_table(record: dict[str, Any]) -> Table:
 
 def print_report(record: dict[str, Any], directory: Path | None = None, console: Console | None = None) -> None:
     """The table, what it took, the restore check, and where the files are."""
-    console = console or Console(width=None)
+    # In a file or a pipe, rich would fold the table into 80 columns.
+    console = console or (Console() if sys.stdout.isatty() else Console(width=120))
     floor = _score(record, "control_float32", None)
     training = record["training"]
     lines = [
