@@ -1,5 +1,8 @@
 """jlaqat: quantization-aware training of linear-attention models in JAX, rounding inside the kernels."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from jlaqat.attention import Attention as Attention
 from jlaqat.generation import generate as generate
 from jlaqat.layers import GatedDeltaNet as GatedDeltaNet
@@ -34,3 +37,53 @@ from jlaqat.spec import QuantConfigError as QuantConfigError
 from jlaqat.spec import QuantSpec as QuantSpec
 from jlaqat.weights import fla_state_dict as fla_state_dict
 from jlaqat.weights import load_fla_state_dict as load_fla_state_dict
+
+# Training brings Orbax, Grain and TensorBoard writers with it: imported at the first use of one of these names.
+if TYPE_CHECKING:
+    from jlaqat.checkpoint import Checkpointer as Checkpointer
+    from jlaqat.checkpoint import CheckpointMismatchError as CheckpointMismatchError
+    from jlaqat.diagnosis import NonFiniteError as NonFiniteError
+    from jlaqat.evaluation import evaluate as evaluate
+    from jlaqat.export import export_stripped as export_stripped
+    from jlaqat.export import load_weights as load_weights
+    from jlaqat.optim import OptimizerConfig as OptimizerConfig
+    from jlaqat.optim import make_optimizer as make_optimizer
+    from jlaqat.train_config import TrainConfig as TrainConfig
+    from jlaqat.train_step import DistillationConfig as DistillationConfig
+    from jlaqat.train_step import TrainState as TrainState
+    from jlaqat.train_step import create_train_state as create_train_state
+    from jlaqat.train_step import make_train_step as make_train_step
+    from jlaqat.train_step import split_packed as split_packed
+    from jlaqat.train_step import update_model as update_model
+    from jlaqat.training import TrainResult as TrainResult
+    from jlaqat.training import train as train
+
+_TRAINING = {
+    "Checkpointer": "jlaqat.checkpoint",
+    "CheckpointMismatchError": "jlaqat.checkpoint",
+    "NonFiniteError": "jlaqat.diagnosis",
+    "evaluate": "jlaqat.evaluation",
+    "export_stripped": "jlaqat.export",
+    "load_weights": "jlaqat.export",
+    "OptimizerConfig": "jlaqat.optim",
+    "make_optimizer": "jlaqat.optim",
+    "TrainConfig": "jlaqat.train_config",
+    "DistillationConfig": "jlaqat.train_step",
+    "TrainState": "jlaqat.train_step",
+    "create_train_state": "jlaqat.train_step",
+    "make_train_step": "jlaqat.train_step",
+    "split_packed": "jlaqat.train_step",
+    "update_model": "jlaqat.train_step",
+    "TrainResult": "jlaqat.training",
+    "train": "jlaqat.training",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _TRAINING:
+        raise AttributeError(f"module 'jlaqat' has no attribute {name!r}")
+    return getattr(importlib.import_module(_TRAINING[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_TRAINING])

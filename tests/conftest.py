@@ -17,6 +17,21 @@ def strict_promotion():
         yield
 
 
+@pytest.fixture(scope="module")
+def compile_quickly(tmp_path_factory):
+    """For tests that run a program a few times: compiled without optimisations, and repeated ones from a cache."""
+    from jax.experimental.compilation_cache import compilation_cache
+
+    jax.config.update("jax_disable_most_optimizations", True)
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("programs")))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+    jax.config.update("jax_compilation_cache_dir", None)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+    compilation_cache.reset_cache()
+
+
 @pytest.fixture
 def x64():
     """float64 for references and for the op under jax_enable_x64."""

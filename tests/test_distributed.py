@@ -11,7 +11,6 @@ import jax
 import numpy as np
 import pytest
 import yaml
-from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import PartitionSpec
 
 from jlaqat.checkpoint import Checkpointer
@@ -26,6 +25,7 @@ from jlaqat.train_log import read_jsonl
 from jlaqat.train_step import DistillationConfig, create_train_state, split_model
 from jlaqat.training import TrainConfig, build_model, train
 
+pytestmark = pytest.mark.usefixtures("compile_quickly")
 CHILD = pathlib.Path(__file__).with_name("training_child.py")
 REGRESSION = DataConfig(task="regression", input_dim=4, batch_size=8, seq_len=16, num_threads=0)
 ATTENTION = ModelConfig(
@@ -52,19 +52,6 @@ def config(**fields):
         "checkpoint": CheckpointConfig(every=0),
     }
     return TrainConfig(**defaults | fields)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def compile_quickly(tmp_path_factory):
-    """Tests here train for a handful of steps: programs need not be fast, and repeated ones come from a cache."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("cache")))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-    jax.config.update("jax_compilation_cache_dir", None)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
-    compilation_cache.reset_cache()
 
 
 def losses(directory):
@@ -185,7 +172,7 @@ def run_processes(directory, run, count, devices=1):
     root = str(pathlib.Path(sys.modules["jlaqat"].__file__).parents[1])
     flags = f"--xla_force_host_platform_device_count={devices}"
     env = {**os.environ, "PYTHONPATH": root, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, str(CHILD), str(directory), str(file), "--quick", str(directory.with_suffix(".cache"))]
+    command = [sys.executable, str(CHILD), str(directory), str(file), "--quick"]
     command += ["--port", str(free_port()), "--processes", str(count)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     processes = [subprocess.Popen([*command, "--index", str(i)], env=env, **pipes) for i in range(count)]

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import logging
+import pathlib
+import re
 import sys
 
 import jax
@@ -10,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.experimental.compilation_cache import compilation_cache
 
 import jlaqat.training
 from jlaqat.checkpoint import Checkpointer
@@ -29,35 +30,29 @@ from jlaqat.train_log import JsonlLog, TrainLog, read_jsonl
 from jlaqat.train_step import DistillationConfig, split_model, split_packed
 from jlaqat.training import NonFiniteError, TrainConfig, build_model, train
 
+pytestmark = pytest.mark.usefixtures("compile_quickly")
 REGRESSION = DataConfig(task="regression", input_dim=4, batch_size=4, seq_len=16, num_threads=0)
 ATTENTION = ModelConfig(
     input_size=9, output_size=1, hidden_size=16, num_layers=1, pattern=("attention",), num_heads=2, head_dim=8,
     intermediate_size=16,
 )  # fmt: skip
 GDN = dataclasses.replace(ATTENTION, pattern=("gdn",))
+LONG = dataclasses.replace(REGRESSION, seq_len=128)  # two chunks: one state is rounded between them
 FP8 = ({"quantizer_name": "*state_quantizer", "cfg": {"num_bits": "e4m3"}},)
 STATIC = ({"quantizer_name": "*state_quantizer", "cfg": {"num_bits": "e4m3", "type": "static"}},)
 
 
 def config(**fields):
     quiet = LogConfig(every=1, quantizers_every=0, tensorboard=False)
-    return TrainConfig(
-        **{"model": ATTENTION, "data": REGRESSION, "steps": 4, "logging": quiet, "evaluation": EvalConfig(batches=1)}
-        | fields
-    )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def compile_quickly(tmp_path_factory):
-    """Tests here train for a handful of steps: programs need not be fast, and repeated ones come from a cache."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("cache")))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-    jax.config.update("jax_compilation_cache_dir", None)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
-    compilation_cache.reset_cache()
+    defaults = {
+        "model": ATTENTION,
+        "data": REGRESSION,
+        "steps": 4,
+        "optimizer": OptimizerConfig(learning_rate=0.02, schedule="constant"),  # the same program for any steps
+        "evaluation": EvalConfig(batches=1),
+        "logging": quiet,
+    }
+    return TrainConfig(**defaults | fields)
 
 
 # ------------------------------------------------------------------ the loop
@@ -97,32 +92,31 @@ def test_a_run_leaves_logs_checkpoints_and_its_config(tmp_path):
 
 
 def test_a_longer_run_goes_on_and_says_what_changed(tmp_path, caplog):
-    constant = OptimizerConfig(schedule="constant")
-    train(config(steps=2, optimizer=constant), directory=tmp_path / "a")
+    train(config(steps=2), directory=tmp_path / "a")
     with caplog.at_level(logging.INFO, "jlaqat"):
-        longer = train(config(steps=4, optimizer=constant), directory=tmp_path / "a")
+        longer = train(config(steps=4), directory=tmp_path / "a")
     assert "going on from step 2" in caplog.text and "steps: 2 → 4" in caplog.text
-    whole = train(config(steps=4, optimizer=constant), directory=tmp_path / "b")
+    whole = train(config(steps=4), directory=tmp_path / "b")
     jax.tree.map(np.testing.assert_array_equal, split_model(longer.model)[1], split_model(whole.model)[1])
 
 
 def test_loss_falls(tmp_path):
-    run = config(steps=40, optimizer=OptimizerConfig(learning_rate=0.02, schedule="wsd", warmup_steps=2))
-    train(run, directory=tmp_path)
+    train(config(steps=40), directory=tmp_path)
     losses = [r["loss"] for r in read_jsonl(tmp_path / "metrics.jsonl", "train")]
     assert np.mean(losses[-5:]) < 0.9 * np.mean(losses[:5])
 
 
 def test_init_from_takes_weights_and_nothing_else(tmp_path):
     first = train(config(steps=2), directory=tmp_path / "a")
-    run = config(steps=1, seed=5, init_from=str(tmp_path / "a"), optimizer=OptimizerConfig(learning_rate=0.0))
-    second = train(run, directory=tmp_path / "b")
-    jax.tree.map(np.testing.assert_array_equal, split_model(first.model)[1], split_model(second.model)[1])
+    train(config(steps=1, seed=5, init_from=str(tmp_path / "a")), directory=tmp_path / "b")
+    start = read_jsonl(tmp_path / "b" / "metrics.jsonl", "train")[0]
+    assert start["step"] == 1
+    np.testing.assert_allclose(start["loss"], evaluate(first.model, REGRESSION, batches=1)["loss"], rtol=1e-6)
 
 
 def test_qat_reports_each_quantizer_and_qad_keeps_its_teacher(tmp_path):
     run = config(
-        model=GDN, quant=FP8, distillation=DistillationConfig(weight=0.5), evaluation=EvalConfig(batches=0),
+        model=GDN, quant=FP8, data=LONG, distillation=DistillationConfig(weight=0.5), evaluation=EvalConfig(batches=0),
         logging=LogConfig(every=1, quantizers_every=2, tensorboard=False),
     )  # fmt: skip
     result = train(run, directory=tmp_path)
@@ -141,12 +135,20 @@ def test_qat_reports_each_quantizer_and_qad_keeps_its_teacher(tmp_path):
     assert int(counter[0]) == 3, "the counter of stochastic rounding holds the last step, from 0"
 
 
+@pytest.mark.slow
 def test_static_scales_are_calibrated_once(tmp_path):
     run = config(model=GDN, quant=STATIC, steps=1, evaluation=EvalConfig(batches=0))
     train(run, directory=tmp_path)
     result = train(dataclasses.replace(run, steps=2), directory=tmp_path)
     scale = find_quantizers(result.model)["layers.0.mixer.gdn_state_quantizer"].amax.get_value()
     assert np.isfinite(scale).all() and (scale > 0).any()
+
+
+def test_the_loop_of_ones_own_in_the_docs_runs(capsys):
+    page = (pathlib.Path(__file__).parents[1] / "docs" / "training.md").read_text(encoding="utf-8")
+    exec(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1], {})
+    loss, scores = capsys.readouterr().out.split(" ", 1)
+    assert np.isfinite(float(loss)) and "'loss'" in scores
 
 
 # ------------------------------------------------------------------ values that are not finite
@@ -227,6 +229,7 @@ def test_a_gradient_that_alone_is_not_finite_names_the_layer_nearest_the_loss():
 # ------------------------------------------------------------------ evaluation
 
 
+@pytest.mark.slow
 def test_packed_rows_score_and_report_like_one_long_row():
     data = DataConfig(task="text", paths=(__file__,), batch_size=2, seq_len=64, packing=True, num_threads=0)
     model_config = dataclasses.replace(GDN, input_size=None, output_size=None, vocab_size=256)

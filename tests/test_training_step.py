@@ -15,12 +15,14 @@ from jlaqat.train_step import (
     create_train_state,
     cross_entropy,
     distillation_loss,
+    forward,
     make_train_step,
     split_packed,
     squared_error,
     update_model,
 )
 
+pytestmark = pytest.mark.usefixtures("compile_quickly")
 VOCAB, WIDTH = 16, 8
 
 
@@ -295,9 +297,9 @@ def test_packed_rows_are_cut_where_sequences_end():
 
 def test_packed_batches_whole_in_rows_and_accumulated_agree():
     whole, metrics = run(2, data=packed())
-    for accumulation in (1, 2, 4):
+    for accumulation in (1, 2):
         rows, row_metrics = run(2, data=split_packed(packed(), 4), accumulation=accumulation)
         np.testing.assert_allclose(row_metrics["loss"], metrics["loss"], rtol=1e-5)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), rows.params, whole.params)
     plain = {name: value for name, value in packed().items() if name != "cu_seqlens"}
-    assert abs(float(run(2, data=plain)[1]["loss"]) - float(metrics["loss"])) > 1e-3  # packing does change the outputs
+    assert not np.allclose(forward(Standin(), plain), forward(Standin(), packed()), atol=1e-3), "packing says nothing"
