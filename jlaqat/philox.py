@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jlaqat.arithmetic import materialize
+
 ROUNDS = 10
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)  # added to the key after each round
@@ -78,7 +80,7 @@ def _random_bits(
     blocks = jnp.arange(-(-size // 4), dtype=jnp.uint32).reshape((1,) * len(leading) + (-1,))
     counter = (blocks, per_block(round_index), per_block(layer_and_head), per_block(sequence))
     words = philox4x32(counter, (per_block(key[0]), per_block(key[1])))
-    w0, w1, w2, w3 = jnp.broadcast_arrays(*words)
+    w0, w1, w2, w3 = materialize(*jnp.broadcast_arrays(*words))
     pairs = (jnp.stack((w0, w2), axis=-1), jnp.stack((w1, w3), axis=-1))  # by twos, as Pallas can on GPUs
     stream = jnp.stack(pairs, axis=-1).reshape((*leading, -1))
     return stream[..., :size].reshape((*leading, *shape))

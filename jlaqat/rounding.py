@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jlaqat.arithmetic import div_rn as div_rn
+from jlaqat.arithmetic import materialize, to_dtype
 from jlaqat.arithmetic import round_to_format as round_to_format
-from jlaqat.arithmetic import to_dtype
 from jlaqat.philox import random_bits as random_bits
 from jlaqat.scales import compute_scale as compute_scale
 from jlaqat.scales import group_amax, scales, spread, static_amax, static_limit
@@ -139,7 +139,7 @@ def _quantize(
     exact: jax.Array, spec: QuantSpec, site: str, amax: jax.Array | None, random_bits: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """(values on the format's grid, float32 of x's shape; compact scales)."""
-    scale, reciprocal = scales(exact, spec, site, amax)
+    scale, reciprocal = materialize(*scales(exact, spec, site, amax))
     scaled = exact * spread(reciprocal, exact.shape, spec, site)
     return round_to_format(scaled, spec.format, rounding=spec.rounding, random_bits=random_bits), scale
 

@@ -301,7 +301,7 @@ def test_derivatives_are_the_identity(site, spec):
         assert_same_bits(derivative, other)
 
 
-@pytest.mark.parametrize(("site", "granularity", "shape"), STATIC)
+@pytest.mark.parametrize(("site", "granularity", "shape"), [STATIC[0], STATIC[2], STATIC[4]])
 def test_clip_gradient_is_zero_outside_the_range(site, granularity, shape):
     spec = QuantSpec.int8(granularity=granularity, scale="static", gradient="clip")
     x = np.random.default_rng(0).standard_normal((2, HV, K, V)).astype(np.float32)
@@ -375,7 +375,7 @@ def test_a_stochastically_rounded_state_stays_when_rounded_again(fmt):
 # ---- codes ----------------------------------------------------------------------------------------------------------
 
 
-@over_sites([(site, spec) for site, spec in SITES if spec.format in ("e4m3", "e5m2", "int8", "int4")])
+@over_sites([SITES[0], SITES[3], SITES[5], SITES[6], ("w", W_SPECS[1])])  # each format, each granularity but one
 def test_codes_give_back_the_rounded_tensor(site, spec):
     x = some_state(0, 2, 2)
 
