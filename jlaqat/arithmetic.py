@@ -45,8 +45,8 @@ def materialize(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     """The same arrays, computed once and written to memory where the code is traced for CPUs.
 
     XLA would otherwise fuse their computation into the loops that read them: divide anew for every element of a group,
-    draw every random word four times, many times slower (benchmarks/rounding_speed.py). GPUs keep them in registers, and Pallas has no
-    barrier there. No bit depends on it.
+    draw every random word four times, which is several times slower (benchmarks/rounding_speed.py). GPUs keep them in
+    registers, and Pallas has no barrier there. No bit depends on it.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     platform = jax.default_backend() if device is None else device.platform
