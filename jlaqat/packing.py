@@ -71,7 +71,7 @@ def packed_layout(cu_seqlens: jax.Array, num_tokens: int) -> Layout:
     sequence = jnp.searchsorted(last, chunk, side="right").astype(jnp.int32)  # N past the last chunk
     owner = jnp.minimum(sequence, num_sequences - 1)
     position = (chunk - first[owner]) * CHUNK_SIZE
-    token = cu[owner][:, None] + position[:, None] + jnp.arange(CHUNK_SIZE, dtype=jnp.int32)
+    token = (cu[owner] + position)[:, None] + jnp.arange(CHUNK_SIZE, dtype=jnp.int32)[None, :]
     valid = (sequence < num_sequences)[:, None] & (token < cu[owner + 1][:, None])
 
     t = jnp.arange(num_tokens, dtype=jnp.int32)

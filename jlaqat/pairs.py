@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 Array = jax.Array
 QUARTERS = (16, 4)  # rows that share an anchor, level by level
@@ -75,10 +76,9 @@ def pair_products_backward(
 
 
 def _pair_decay(G: Array) -> Array:
-    """e^(G_i − G_j) for i ≥ j, else 0: masked before exp, since the masked exponents are positive and may overflow."""
+    """e^(G_i − G_j) for i ≥ j, else 0."""
     difference = G - G.swapaxes(-1, -2)
-    below = jnp.tril(jnp.ones(difference.shape[-2:], bool))
-    return jnp.exp(jnp.where(below, difference, -jnp.inf))
+    return _exp_where(np.tril(np.ones(difference.shape[-2:], bool)), difference)
 
 
 def _gdn_backward(q, k, G, beta, scale, dA, dP):
@@ -146,17 +146,21 @@ def _exact_decay(G: Array) -> Array:
     """e^(G_i − G_j) [..., C / s, s, s, K] for i ≥ j inside the smallest blocks, else 0."""
     size = QUARTERS[-1]
     G = _blocks(G, size)
-    below = jnp.tril(jnp.ones((size, size), bool))[..., None]
-    return jnp.exp(jnp.where(below, G[..., :, None, :] - G[..., None, :, :], -jnp.inf))
+    below = np.tril(np.ones((size, size), bool))[..., None]
+    return _exp_where(below, G[..., :, None, :] - G[..., None, :, :])
 
 
 def _anchored_decay(G: Array, size: int) -> tuple[Array, Array]:
     """e^(G_i − G_a) for `_later` rows, e^(G_a − G_j) for `_earlier` columns: 0 where a column is not before a."""
     rows, columns = _later(G, size), _earlier(G, size)
     anchor = rows[..., :1, :]
-    first = size * jnp.arange(1, 4)
-    earlier = (jnp.arange(3 * size) < first[:, None])[..., None]
-    return jnp.exp(rows - anchor), jnp.exp(jnp.where(earlier, anchor - columns, -jnp.inf))
+    earlier = np.arange(3 * size) < size * np.arange(1, 4)[:, None]
+    return jnp.exp(rows - anchor), _exp_where(earlier[..., None], anchor - columns)
+
+
+def _exp_where(mask: np.ndarray, exponent: Array) -> Array:
+    """exp, 0 outside a mask of the last dimensions. Masked before exp: exponents there are positive and may overflow."""
+    return jnp.exp(jnp.where(jnp.broadcast_to(mask, exponent.shape), exponent, -jnp.inf))
 
 
 def _twice(x: Array) -> Array:
@@ -195,7 +199,7 @@ def _assemble(diagonal: Array, before: Array) -> Array:
     padding = [(0, 0)] * (before.ndim - 3) + [(1, 0), (0, 0), (0, size)]
     tiles = jnp.pad(before, padding).reshape(*before.shape[:-3], 4, size, 4, size)
     diagonal = diagonal.reshape(*before.shape[:-3], 4, size, 1, size)
-    on_diagonal = jnp.eye(4, dtype=bool)[:, None, :, None]
+    on_diagonal = jnp.broadcast_to(np.eye(4, dtype=bool)[:, None, :, None], tiles.shape)
     return jnp.where(on_diagonal, diagonal, tiles).reshape(*before.shape[:-3], 4 * size, 4 * size)
 
 

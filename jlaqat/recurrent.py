@@ -217,7 +217,7 @@ def _prepare(
         Schedule(
             sequence=layout.sequence,
             due=jnp.moveaxis(layout.valid[:, :, ::cadence], 2, 1),
-            round_index=(layout.position[:, None] + starts[:, None]) // cadence + 1,
+            round_index=(layout.position[:, None] + starts[None, :, None]) // cadence + 1,
         ),
     )
 

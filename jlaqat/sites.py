@@ -42,7 +42,8 @@ def round_w(w: Array, place: Place, quant: DeltaQuant, arrays: QuantArrays) -> A
         return w
     bits = None
     if quant.w.rounding == "stochastic":
-        tokens = place.round_index[..., None, None] + jnp.arange(w.shape[-2], dtype=jnp.int32)
+        rows = jnp.arange(w.shape[-2], dtype=jnp.int32)
+        tokens = place.round_index[..., None, None] + rows.reshape((1,) * (w.ndim - 2) + (-1,))
         sequence = place.sequence[..., None, None]
         bits = _bits(
             quant.w, arrays, w.shape[-1:], sequence, tokens.astype(jnp.uint32) | _W_ROUNDS, w.shape[-3], rows=True
