@@ -159,7 +159,7 @@ def _anchored_decay(G: Array, size: int) -> tuple[Array, Array]:
 
 
 def _exp_where(mask: np.ndarray, exponent: Array) -> Array:
-    """exp, 0 outside a mask of the last dimensions. Masked before exp: exponents there are positive and may overflow."""
+    """exp, 0 outside a mask of the last dimensions. Masked before exp: exponents there are positive and overflow."""
     return jnp.exp(jnp.where(jnp.broadcast_to(mask, exponent.shape), exponent, -jnp.inf))
 
 

@@ -1,5 +1,8 @@
 """Misuse raises before any work, and the message names what was given, what is allowed and the remedy."""
 
+import re
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,7 +54,7 @@ CASES = {
     "backend": (
         X,
         {"backend": "cuda"},
-        "backend='cuda' is unknown; choose one of 'auto', 'xla', 'reference', 'triton'",
+        "backend='cuda' is unknown; choose one of 'auto', 'xla', 'recurrent', 'reference', 'triton'",
     ),
     "scale": (X, {"scale": "big"}, "scale='big' must be a Python number"),
     "quant type": (X, {"quant": QuantSpec.fp8()}, "is a QuantSpec; give a DeltaQuant"),
@@ -135,3 +138,12 @@ def test_a_step_refuses_a_token_axis():
         jlaqat.delta_rule_step(*operands)
     with pytest.raises(ValueError, match="initial_state is"):
         jlaqat.delta_rule_step(*(a[:, 0] for a in operands[:5]), operands[5][:1])
+
+
+def test_the_worked_example_of_the_docs_runs():
+    text = (Path(__file__).parents[1] / "docs" / "delta_rule.md").read_text()
+    examples = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    assert len(examples) == 1
+    names: dict = {}
+    exec(examples[0], names)
+    assert np.isfinite(names["gradient"]).all() and np.any(names["gradient"])
