@@ -87,6 +87,10 @@ def train(config: TrainConfig, *, directory: str | Path, resume: bool = True) ->
             raise ValueError(
                 f"{directory} has checkpoints up to step {latest} and resume=False; resume, or change directory."
             )
+        if latest is not None and latest > config.steps:
+            raise ValueError(
+                f"{directory} is at step {latest} already and steps={config.steps}; raise steps, or change directory."
+            )
         return _Run(config, directory, checkpointer).run()
 
 
@@ -134,8 +138,9 @@ class _Run:
             self.evaluation = {k[5:]: v for k, v in restored.metrics.items() if k.startswith("eval_")}
         _, params, quantizers, other = split_model(self.model)
         state = TrainState(jnp.asarray(step or 0, jnp.int32), params, opt_state, quantizers, other, jnp.ones((), bool))
-        # Copies: the step donates its state, and the teacher is made from the model.
         self.shardings = state_shardings(state, self.config.sharding, self.mesh)
+        state = jax.device_put(state, self.shardings)  # scales and counters may come from one device
+        # Copies: the step donates its state, and the teacher is made from the model.
         return jax.jit(lambda s: jax.tree.map(jnp.copy, s), out_shardings=self.shardings)(state)
 
     def _initial_model(self) -> tuple[DecoderLM, TrainState]:
@@ -196,6 +201,7 @@ class _Run:
         if jax.process_index() == 0:
             _write_atomically(self.directory / "config.yaml", yaml.safe_dump(to_dict(config), sort_keys=False))
         teacher = self._teacher()
+        update_model(self.model, state)  # lets go of the arrays that the model was made with
         step_fn = make_train_step(
             self.model,
             self.optimizer,

@@ -89,6 +89,8 @@ def test_a_run_leaves_logs_checkpoints_and_its_config(tmp_path):
     assert read_jsonl(tmp_path / "metrics.jsonl", "train") == records
     with pytest.raises(ValueError, match="checkpoints up to step 6 and resume=False"):
         train(run, directory=tmp_path, resume=False)
+    with pytest.raises(ValueError, match="at step 6 already and steps=5"):
+        train(dataclasses.replace(run, steps=5), directory=tmp_path)
 
 
 def test_a_longer_run_goes_on_and_says_what_changed(tmp_path, caplog):

@@ -191,7 +191,7 @@ def test_random_streams_advance_and_repeat():
     jax.tree.map(np.testing.assert_array_equal, first.params, again.params)
 
 
-@pytest.mark.parametrize("distil", [False, True])
+@pytest.mark.parametrize("distil", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_accumulation_gives_the_gradient_of_the_whole_batch(distil):
     options = {"teacher": Standin(1), "distillation": DistillationConfig(temperature=2.0)} if distil else {}
     whole, whole_metrics = run(2, **options)
@@ -206,6 +206,7 @@ def test_accumulation_that_does_not_divide_says_so():
         run(1, accumulation=3)
 
 
+@pytest.mark.slow
 def test_bfloat16_gradients_are_summed_in_float32():
     """Sixteen micro-batches: bfloat16 sums would drift by percents."""
     model = Standin()
