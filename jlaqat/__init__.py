@@ -42,12 +42,17 @@ from jlaqat.weights import load_fla_state_dict as load_fla_state_dict
 if TYPE_CHECKING:
     from jlaqat.checkpoint import Checkpointer as Checkpointer
     from jlaqat.checkpoint import CheckpointMismatchError as CheckpointMismatchError
+    from jlaqat.data import DataConfig as DataConfig
+    from jlaqat.data import DataConfigError as DataConfigError
+    from jlaqat.data import make_dataset as make_dataset
     from jlaqat.diagnosis import NonFiniteError as NonFiniteError
     from jlaqat.evaluation import evaluate as evaluate
     from jlaqat.export import export_stripped as export_stripped
     from jlaqat.export import load_weights as load_weights
     from jlaqat.optim import OptimizerConfig as OptimizerConfig
     from jlaqat.optim import make_optimizer as make_optimizer
+    from jlaqat.study import StudyConfig as StudyConfig
+    from jlaqat.study import run_study as run_study
     from jlaqat.train_config import TrainConfig as TrainConfig
     from jlaqat.train_step import DistillationConfig as DistillationConfig
     from jlaqat.train_step import TrainState as TrainState
@@ -61,12 +66,17 @@ if TYPE_CHECKING:
 _TRAINING = {
     "Checkpointer": "jlaqat.checkpoint",
     "CheckpointMismatchError": "jlaqat.checkpoint",
+    "DataConfig": "jlaqat.data",
+    "DataConfigError": "jlaqat.data",
+    "make_dataset": "jlaqat.data",
     "NonFiniteError": "jlaqat.diagnosis",
     "evaluate": "jlaqat.evaluation",
     "export_stripped": "jlaqat.export",
     "load_weights": "jlaqat.export",
     "OptimizerConfig": "jlaqat.optim",
     "make_optimizer": "jlaqat.optim",
+    "StudyConfig": "jlaqat.study",
+    "run_study": "jlaqat.study",
     "TrainConfig": "jlaqat.train_config",
     "DistillationConfig": "jlaqat.train_step",
     "TrainState": "jlaqat.train_step",

@@ -12,7 +12,7 @@ import numpy as np
 from jlaqat.spec import DeltaQuant, QuantArrays, QuantConfigError, amax_shape
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-BACKENDS = ("auto", "xla", "reference", "triton")
+BACKENDS = ("auto", "xla", "recurrent", "reference", "triton")
 
 
 def describe(x: Any) -> str:

@@ -54,7 +54,8 @@ def delta_rule(
       quant: what is rounded (static under jit). The state is rounded on entry, after every chunk and at the end, w once
         a token; gradients pass straight through. A state cadence of 1 or 16 runs `delta_rule_recurrent`.
       quant_arrays: static scales and the counters of stochastic rounding; no gradient flows to them.
-      backend: "xla" (any device), "reference" (slow, for tests), or "auto".
+      backend: "xla" (any device), "recurrent" (the same, token by token whatever the cadence: quicker than chunks where
+        many sequences have small states), "reference" (slow, for tests), or "auto".
 
     Returns (o [B, T, HV, V] in v's dtype, final_state [N, HV, K, V] in float32, float64 for float64 inputs).
 
@@ -68,7 +69,9 @@ def delta_rule(
         q, k, v, g, beta, scale, initial_state, cu_seqlens, quant, quant_arrays
     )
     backend = _choose(backend)
-    by_token = quant.state is not None and quant.state.cadence != CHUNK_SIZE
+    by_token = backend == "recurrent" or (quant.state is not None and quant.state.cadence != CHUNK_SIZE)
+    if by_token:
+        _check_no_w(quant, f"backend={backend!r}")
     if backend == "reference":
         _check_concrete(cu_seqlens)
         settings = dict(
@@ -104,11 +107,7 @@ def delta_rule_recurrent(
     inputs, cu_seqlens, arrays, scale = _prepare(
         q, k, v, g, beta, scale, initial_state, cu_seqlens, quant, quant_arrays
     )
-    if quant.w is not None:
-        raise QuantConfigError(
-            f"quant.w ({quant.w.describe()}) does not apply to delta_rule_recurrent: w belongs to chunks. "
-            "Use delta_rule or w=None."
-        )
+    _check_no_w(quant, "delta_rule_recurrent")
     if _choose(backend) == "reference":
         _check_concrete(cu_seqlens)
         settings = dict(scale=scale, initial_state=inputs.initial_state, cu_seqlens=cu_seqlens)
@@ -140,7 +139,7 @@ def delta_rule_observe(
     inputs, cu_seqlens, arrays, scale = _prepare(
         q, k, v, g, beta, scale, initial_state, cu_seqlens, quant, quant_arrays
     )
-    if _choose(backend) != "xla":
+    if _choose(backend) not in ("xla", "recurrent"):
         raise NotImplementedError(f"backend={backend!r} gathers no statistics; use backend='xla' or 'auto'.")
     o, final_state, stats = observe(jax.lax.stop_gradient(inputs), cu_seqlens, quant, arrays, scale)
     return *_poison((o, final_state), cu_seqlens, inputs.k.shape[1]), stats
@@ -199,6 +198,14 @@ def _prepare(q, k, v, g, beta, scale, initial_state, cu_seqlens, quant, quant_ar
     checks.check_token_axis(quant, q=q, k=k, v=v, g=g, beta=beta)
     inputs = Inputs(*_same_shards(q, k, v, g, beta, initial_state))
     return inputs, cu_seqlens, arrays, checks.check_scale(scale, k.shape[3])
+
+
+def _check_no_w(quant: DeltaQuant, what: str) -> None:
+    if quant.w is not None:
+        raise QuantConfigError(
+            f"quant.w ({quant.w.describe()}) does not apply to {what}: w belongs to chunks. Use delta_rule with "
+            "backend='xla', or w=None."
+        )
 
 
 def _check_concrete(cu_seqlens: Array | None) -> None:

@@ -36,7 +36,6 @@ import yaml
 from flax import nnx
 
 from jlaqat.checkpoint import Checkpointer
-from jlaqat.data import data_sizes as data_sizes
 from jlaqat.data import loss_kind, make_dataset, provenance, source_hash, token_hash
 from jlaqat.model import DecoderLM
 from jlaqat.optim import make_optimizer

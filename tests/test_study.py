@@ -301,3 +301,19 @@ def test_code_hash_follows_the_code():
     for path in sorted(root.glob("*.py")):
         digest.update(f"{path.name}\0".encode() + path.read_bytes() + b"\0")
     assert study.code_hash() == digest.hexdigest()
+
+
+@pytest.mark.parametrize("quant", ["none", "e4m3-64"])
+def test_backend_of_the_demo_is_the_chunked_one_up_to_the_order_of_sums(quant):
+    """`backend: recurrent` is there for speed alone."""
+    entries = (
+        []
+        if quant == "none"
+        else Setting(format="e4m3", rounding="nearest", cadence=64, trained_cadence=64).quant_cfg()
+    )
+    x = np.random.default_rng(0).standard_normal((2, 70, 9), np.float32)
+    outputs = []
+    for backend in ("xla", "recurrent"):
+        [model] = build_models(dataclasses.replace(MODEL, backend=backend), [0], entries)
+        outputs.append(nnx.jit(lambda m, x: m(x))(model, x))
+    np.testing.assert_allclose(outputs[0], outputs[1], rtol=2e-3, atol=2e-4)
