@@ -35,6 +35,8 @@ def why_not(inputs: Inputs, quant: DeltaQuant, compute_capability: int | None = 
         compute_capability = device_capability()
     if compute_capability < MINIMUM_CAPABILITY:
         return f"the GPU is SM{compute_capability} and the kernels need SM{MINIMUM_CAPABILITY} or newer"
+    if compute_capability >= 100 and quant.state is not None and _triton_version() < (3, 9):
+        return "Triton before 3.9 cannot compile the rounded state scan for SM100 and newer (pip install 'triton>=3.9')"
     from jlaqat.kernels.call import Call, UnsupportedByKernels
 
     try:
@@ -42,6 +44,13 @@ def why_not(inputs: Inputs, quant: DeltaQuant, compute_capability: int | None = 
     except UnsupportedByKernels as reason:
         return str(reason)
     return None
+
+
+def _triton_version() -> tuple[int, int]:
+    import triton
+
+    major, minor = triton.__version__.split(".")[:2]
+    return int(major), int(minor)
 
 
 @functools.cache
@@ -91,7 +100,7 @@ def _delta_rule_bwd(target: _Target, options: Any, saved: Any, cotangents: tuple
     inputs, cu_seqlens, residuals = saved
     do, dfinal = cotangents
     gradients = _backward(target, options)(inputs, cu_seqlens, residuals, do, dfinal)
-    given = [None if x is None else d.astype(x.dtype) for x, d in zip(inputs, gradients, strict=True)]
+    given: list[Any] = [None if x is None else d.astype(x.dtype) for x, d in zip(inputs, gradients, strict=True)]
     return Inputs(*given), None
 
 
@@ -127,9 +136,9 @@ class _Target:
 
 
 def _options(quant: DeltaQuant, scale: float, capability: int) -> Any:
-    from jlaqat.kernels.call import Options
+    from jlaqat.kernels.call import options_for
 
-    return Options(scale=scale, quant=quant, hardware_fp8=capability >= 89)
+    return options_for(capability, scale=scale, quant=quant)
 
 
 def _operands(inputs: Inputs, cu_seqlens: Array | None) -> Any:

@@ -1,14 +1,15 @@
 """A runner that compiles instead of running, for any NVIDIA architecture and without a GPU.
 
-    report = []
-    forward(CompileRun(90, report), fake_inputs(...), options)
+    python -m jlaqat.kernels.aot [--architectures 80,90] [--gates gdn,kda]     prints registers, stack and shared memory
 
-Needs a process without TRITON_INTERPRET. Used by the compile tests and by `python -m jlaqat.kernels.aot`.
+Needs a process without TRITON_INTERPRET.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import itertools
 import math
 import os
 import re
@@ -20,7 +21,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from jlaqat.kernels import pipeline
+from jlaqat.kernels.call import SHARED_MEMORY, Inputs, options_for
 from jlaqat.kernels.launch import Launch, dtype_name
+from jlaqat.kernels.tuning import Tuning
+from jlaqat.spec import DeltaQuant, QuantSpec
 
 _TYPES = {
     "float32": "fp32",
@@ -53,7 +58,6 @@ class Compiled:
     shared: int  # bytes a program
     registers: int  # a thread
     stack: int  # bytes a thread: spills and local arrays
-    spill_stores: int  # bytes
     warps: int
 
 
@@ -88,7 +92,7 @@ class CompileRun:
 
 
 def _describe(launch: Launch, kernel: Any, capability: int) -> Compiled:
-    """Registers and stack from the cubin, spills from assembling the PTX once more with ptxas -v."""
+    """Registers and stack as the cubin records them."""
     folder = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
     tool = os.environ.get("TRITON_CUOBJDUMP_PATH", os.path.join(folder, "cuobjdump"))
     with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
@@ -103,6 +107,68 @@ def _describe(launch: Launch, kernel: Any, capability: int) -> Compiled:
         shared=kernel.metadata.shared,
         registers=registers,
         stack=stack,
-        spill_stores=stack,
         warps=launch.num_warps,
     )
+
+
+def compile_pipeline(
+    architecture: int,
+    gate: str,
+    dtype: str,
+    quant: DeltaQuant,
+    *,
+    key_dim: int,
+    value_dim: int,
+    heads: tuple[int, int],
+    batch: int = 1,
+    packed: bool = False,
+    tuning: Tuning | None = None,
+) -> list[Compiled]:
+    """Compiles every kernel of a forward and a backward. heads: of q and k, and of v."""
+    h, hv = heads
+    n, b, t = (5, 1, 4096) if packed else (batch, batch, 4096)
+    q, v = FakeArray((b, t, h, key_dim), dtype), FakeArray((b, t, hv, value_dim), dtype)
+    g = FakeArray((b, t, hv, key_dim) if gate == "kda" else (b, t, hv), "float32")
+    state = FakeArray((n, hv, key_dim, value_dim), "float32")
+    beta = FakeArray((b, t, hv), dtype)
+    inputs = Inputs(q, q, v, g, beta, state, FakeArray((n + 1,), "int32") if packed else None)
+    options = options_for(architecture, scale=key_dim**-0.5, quant=quant, tuning=tuning)
+    report: list[Compiled] = []
+    run = CompileRun(architecture, report)
+    out = pipeline.forward(run, inputs, options)
+    pipeline.backward(run, inputs, out.residuals, v, state, options)
+    return report
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--architectures", default="80,89,90,100,120")
+    parser.add_argument("--gates", default="gdn,kda")
+    parser.add_argument("--dtypes", default="bfloat16,float32")
+    parser.add_argument("--dims", default="64,128,256")
+    args = parser.parse_args()
+    quants = {
+        "plain": DeltaQuant(),
+        "state+w fp8": DeltaQuant(state=QuantSpec.fp8(), w=QuantSpec.fp8()),
+        "state int8": DeltaQuant(state=QuantSpec.int8()),
+    }
+    axes = (args.architectures, args.gates, args.dtypes, args.dims)
+    for arch, gate, dtype, dim in itertools.product(*(axis.split(",") for axis in axes)):
+        for name, quant in quants.items():
+            try:
+                sizes = dict(key_dim=int(dim), value_dim=int(dim), heads=(4, 8))
+                report = compile_pipeline(int(arch), gate, dtype, quant, **sizes)
+            except Exception as error:
+                print(f"sm_{arch} {gate} {dtype} D{dim} {name}: {type(error).__name__}: {error}", flush=True)
+                continue
+            for k in report:
+                over = " DOES NOT FIT" if k.shared > SHARED_MEMORY[int(arch)] * 1024 else ""
+                print(
+                    f"sm_{arch} {gate} {dtype} D{dim} {name}: {k.name} warps {k.warps} registers {k.registers} "
+                    f"stack {k.stack} shared {k.shared}{over}",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()

@@ -6,9 +6,20 @@ import dataclasses
 from typing import Any, NamedTuple
 
 from jlaqat.kernels.launch import Buffer, Run, dtype_name
+from jlaqat.kernels.tuning import Tuning, choose, shape_class
 from jlaqat.spec import CHUNK_SIZE, DeltaQuant
 
 MAX_DIM = 256
+SHARED_MEMORY = {
+    80: 163,
+    86: 99,
+    87: 163,
+    89: 99,
+    90: 227,
+    100: 227,
+    103: 227,
+    120: 99,
+}  # KiB a program, by architecture
 STATE_FORMATS = ("e4m3", "int8")
 W_FORMATS = ("e4m3",)
 
@@ -54,20 +65,6 @@ class Gradients(NamedTuple):
     initial_state: Any  # [N, HV, K, V] float32, whether or not one was given
 
 
-class Tuning(NamedTuple):
-    """Launch parameters that change no bit of a rounded state: widths over V, warps and stages by kernel."""
-
-    intra: tuple[int, int] = (4, 2)  # warps, stages
-    state_width: int = 64  # columns a program of the unrounded scan holds
-    state: tuple[int, int] = (4, 3)
-    reverse_width: int = 64
-    reverse: tuple[int, int] = (4, 3)
-    split_output: bool = False  # states and v' to memory, output from a second kernel
-    output: tuple[int, int] = (4, 2)
-    output_backward: tuple[int, int] = (4, 2)
-    intra_backward: tuple[int, int] = (4, 2)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
     """How a call runs.
@@ -75,16 +72,22 @@ class Options:
     scale: on q.
     quant: what is rounded. The kernels take E4M3 and INT8 states by tile and E4M3 w by row, dynamic scales, to nearest.
     hardware_fp8: use the E4M3 conversion of SM89 and newer; the arithmetic one gives the same bits.
+    architecture, shared_memory: 90 for SM90, which names the table of launch parameters, and the bytes that a program
+      may take there: deeper pipelines than fit are cut. `options_for` fills in all three.
     save_states: keep rounded states as codes for the backward (1 byte an element), or walk the chunks again there.
-    merge_precision: of the products that merge the inverse's blocks ("tf32x3", "tf32" or "ieee").
+    tuning: launch parameters; None takes them from the architecture's table.
+    merge_precision: of the products that merge the inverse's blocks ("tf32x3", "tf32" or "ieee"); None takes "tf32x3"
+      for float32 inputs and "tf32" for 16-bit ones, which hold the inverse less exactly than that.
     """
 
     scale: float
     quant: DeltaQuant = DeltaQuant()
     hardware_fp8: bool = False
+    architecture: int = 90
+    shared_memory: int = 227 * 1024
     save_states: bool = True
-    merge_precision: str = "tf32x3"
-    tuning: Tuning = Tuning()
+    merge_precision: str | None = None
+    tuning: Tuning | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,13 +146,29 @@ class Call:
         return self.options.quant.state.block_v if self.options.quant.state else power_of_two(self.sizes[5])
 
     @property
+    def tuning(self) -> Tuning:
+        if self.options.tuning is not None:
+            return self.options.tuning
+        _, _, _, hv, _, v = self.sizes
+        size = shape_class(self.n_sequences * hv * -(-v // 64))
+        gate = "kda" if self.is_kda else "gdn"
+        return choose(self.options.architecture, gate, self.state_format != "none", size)
+
+    @property
     def state_width(self) -> int:
         """Columns of one program of the state scan: the recipe's tile where the state is rounded."""
-        width = self.tile_v if self.options.quant.state else self.options.tuning.state_width
-        return max(16, width) if self.options.quant.state else min(width, power_of_two(self.sizes[5]))
+        return self.tile_v if self.options.quant.state else self.width(self.tuning.state.bv, self.sizes[5])
 
     def width(self, wanted: int, size: int) -> int:
+        """`wanted` columns, or fewer where `size` needs no more."""
         return min(wanted, power_of_two(size))
+
+    def scan_stages(self, wanted: int, width: int) -> int:
+        """Pipeline stages of a scan: each holds tiles of q, k, w, P and a column block of u in shared memory."""
+        bk, size = power_of_two(self.sizes[4]), 4 if self.dtype == "float32" else 2
+        loads = CHUNK_SIZE * (3 * bk + CHUNK_SIZE + width) * size
+        kept = bk * width * size + CHUNK_SIZE * width * size
+        return max(1, min(wanted, (self.options.shared_memory - kept) // loads))
 
     def dims(self, *names: str) -> dict[str, Any]:
         """The constants `names` out of those every kernel may ask for."""
@@ -172,7 +191,7 @@ class Call:
             "W_FORMAT": self.options.quant.w.format if self.options.quant.w else "none",
             "HARDWARE_FP8": self.options.hardware_fp8,
             "PRECISION": "tf32x3" if self.dtype == "float32" else "tf32",
-            "MERGE_PRECISION": self.options.merge_precision,
+            "MERGE_PRECISION": self.options.merge_precision or ("tf32x3" if self.dtype == "float32" else "tf32"),
         }
         return {name: known[name] for name in names}
 
@@ -248,6 +267,12 @@ def check_supported(quant: DeltaQuant) -> None:
                     f"the Triton kernels do not round {site} with {field}={value!r} (they take {listed}); "
                     "use backend='xla', which does."
                 )
+
+
+def options_for(capability: int, **fields: Any) -> Options:
+    """Options of an architecture, 90 for SM90."""
+    shared = SHARED_MEMORY.get(capability, 99) * 1024
+    return Options(hardware_fp8=capability >= 89, architecture=capability, shared_memory=shared, **fields)
 
 
 def power_of_two(n: int) -> int:

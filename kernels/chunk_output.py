@@ -108,26 +108,28 @@ def chunk_output_forward_kernel(
 
 
 @triton.jit
-def score_gradients_kda(b_dp, b_q, b_k, b_gsum, scale, PRECISION: tl.constexpr):
-    """d_i = scale sum_j dP_ij k_j E_ij and c_j = scale sum_i dP_ij q_i E_ij of per-channel gates, diagonal included."""
+def score_gradients_kda(
+    b_dq, b_dk, b_dp, b_q, b_k, b_gsum, p_anchor, STRIDE: tl.constexpr, n_rows, n_k, PRECISION: tl.constexpr
+):
+    """dq and dk with d_i = sum_j dP_ij k_j E_ij and c_j = sum_i dP_ij q_i E_ij added, diagonal included."""
     BT: tl.constexpr = b_k.shape[0]
     o_t = tl.arange(0, BT)
     b_self = tl.sum(tl.where(o_t[:, None] == o_t[None, :], b_dp, 0.0), axis=1)
-    b_d = b_self[:, None] * b_k
-    b_c = b_self[:, None] * b_q
+    b_dq += b_self[:, None] * b_k
+    b_dk += b_self[:, None] * b_q
     for level in range(6):  # not unrolled: six copies spill and take a minute to compile
-        b_f = level_factor(b_gsum, level)
+        b_f = level_factor(b_gsum, p_anchor, STRIDE, level, n_rows, n_k)
         b_m = tl.where(level_mask(level, BT), b_dp, 0.0).to(b_k.dtype)
-        b_d += b_f * tl.dot(b_m, (b_k * b_f).to(b_k.dtype), input_precision=PRECISION)
-        b_c += b_f * tl.dot(tl.trans(b_m), (b_q * b_f).to(b_k.dtype), input_precision=PRECISION)
-    return b_d * scale, b_c * scale
+        b_dq += b_f * tl.dot(b_m, (b_k * b_f).to(b_k.dtype), input_precision=PRECISION)
+        b_dk += b_f * tl.dot(tl.trans(b_m), (b_q * b_f).to(b_k.dtype), input_precision=PRECISION)
+    return b_dq, b_dk
 
 
 @triton.jit
 def chunk_output_backward_kernel(
     p_q,  # [B*T, H, K]
     p_k,  # [B*T, H, K]
-    p_g,  # GDN: [B*T, HV] float32, G; KDA: [B*T, HV, K] float32, g
+    p_gsum,  # like g, float32, G
     p_h,  # [SLOTS, HV, K, V] codes or values
     p_h_scale,  # [SLOTS, HV, ceil(V / TILE_V)] float32
     p_dh,  # [SLOTS, HV, K, V]
@@ -173,10 +175,10 @@ def chunk_output_backward_kernel(
         b_do = load_rows(p_do, row, n_rows, i_hv, i_v, HV, V, BT, BV)
         b_v = load_rows(p_v_new, row, n_rows, i_hv, i_v, HV, V, BT, BV)
         b_dp += tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
-    b_dp = tl.where(o_t[:, None] >= o_t[None, :], b_dp, 0.0)
+    b_dp = tl.where(o_t[:, None] >= o_t[None, :], b_dp * scale, 0.0)
     if not IS_KDA:
-        b_gsum1, g_last = load_gate_sums(p_g, row, n_rows, i_hv, HV, BT)
-        b_dp *= decay_matrix(b_gsum1) * scale
+        b_gsum1, g_last = load_gate_sums(p_gsum, row, n_rows, i_hv, HV, BT)
+        b_dp *= decay_matrix(b_gsum1)
         b_dg1 = tl.zeros([BT], tl.float32)
         b_dg_last = tl.zeros([BT], tl.float32)  # its sum belongs to the last row
     for i_k in range(0, K, BK):
@@ -201,21 +203,24 @@ def chunk_output_backward_kernel(
         b_q = load_rows(p_q, row, n_rows, i_h, i_k, H, K, BT, BK)
         b_k = load_rows(p_k, row, n_rows, i_h, i_k, H, K, BT, BK)
         if IS_KDA:
-            b_gsum = tl.cumsum(load_rows(p_g, row, n_rows, i_hv, i_k, HV, K, BT, BK), axis=0)
+            b_gsum = load_rows(p_gsum, row, n_rows, i_hv, i_k, HV, K, BT, BK)
             b_gl = last_row(b_gsum, n_rows)
             b_dq *= tl.exp(b_gsum) * scale
             b_dk *= tl.exp(b_gl[None, :] - b_gsum)
             b_last = tl.exp(b_gl) * b_last + tl.sum(b_k * b_dk, axis=0)
-            b_d, b_c = score_gradients_kda(b_dp, b_q, b_k, b_gsum, scale, PRECISION)
-            b_dq += b_d
-            b_dk += b_c
+            p_anchor = p_gsum + (row * HV + i_hv) * K + i_k
+            b_dq, b_dk = score_gradients_kda(
+                b_dq, b_dk, b_dp, b_q, b_k, b_gsum, p_anchor, HV * K, n_rows, K - i_k, PRECISION
+            )
             b_dg = b_q * b_dq - b_k * b_dk
             b_dg += tl.where(o_t[:, None] == n_rows - 1, b_last[None, :], 0.0)
             store_rows(p_dgsum, b_dg, row, n_rows, i_hv, i_k, HV, K)
         else:
             b_dq *= (tl.exp(b_gsum1) * scale)[:, None]
             b_dk *= tl.exp(g_last - b_gsum1)[:, None]
-            b_dg_last += tl.sum(b_k * b_dk, axis=1) + tl.where(o_t == 0, tl.exp(g_last) * tl.sum(b_last, axis=0), 0.0)
+            # Sums to one number go through two axes: Triton 3.7 cannot lower a sum along a single one for SM100.
+            b_state = tl.exp(g_last) * tl.sum(b_last[None, :], axis=1)
+            b_dg_last += tl.sum(b_k * b_dk, axis=1) + tl.where(o_t == 0, b_state, 0.0)
             b_dpc = b_dp.to(b_k.dtype)
             b_dq += tl.dot(b_dpc, b_k, input_precision=PRECISION)
             b_dk += tl.dot(tl.trans(b_dpc), b_q, input_precision=PRECISION)
@@ -223,7 +228,7 @@ def chunk_output_backward_kernel(
         store_rows(p_dq, b_dq, row, n_stored, i_hv, i_k, HV, K)
         store_rows(p_dk, b_dk, row, n_rows, i_hv, i_k, HV, K)
     if not IS_KDA:
-        b_dg1 += tl.where(o_t == n_rows - 1, tl.sum(b_dg_last, axis=0), 0.0)
+        b_dg1 += tl.where(o_t == n_rows - 1, tl.sum(b_dg_last[None, :], axis=1), 0.0)
         store_scalars(p_dgsum, b_dg1, row, n_rows, i_hv, HV)
 
 

@@ -2,8 +2,8 @@
 
 One program holds the columns i_v..i_v+BV of one state [K, V] of one sequence and value head and walks the chunks. The
 forward scan produces the output on its way (WRITE_O), or leaves the states and v' for `chunk_output` (SAVE_H, SAVE_V).
-Where the state is rounded, the register tile is kept as codes and scales (see rounding.py), and BV is a whole number of
-the recipe's tiles, so no amax crosses programs.
+Where the state is rounded, the register tile is kept as codes and a scale (see rounding.py), and BV is the recipe's
+block_v, so no amax crosses programs and a scale is one number.
 """
 
 import triton
@@ -17,44 +17,37 @@ from jlaqat.kernels.chunks import (
     state_offsets,
     store_rows,
 )
-from jlaqat.kernels.rounding import encode, quantize_state
+from jlaqat.kernels.rounding import quantize_tile
 
 
 @triton.jit
-def round_state(b_s, STATE_FORMAT: tl.constexpr, TILE_V: tl.constexpr, HARDWARE_FP8: tl.constexpr):
-    """(rounded state float32, codes float32, scales [BV]); the state itself and ones where nothing rounds."""
+def round_state(b_s, DTYPE: tl.constexpr, STATE_FORMAT: tl.constexpr, HARDWARE_FP8: tl.constexpr):
+    """(codes float32, their scale, their bytes); the state, 1 and the state in DTYPE where nothing rounds.
+
+    Codes stay float32 in the loop: packed to 16 bits they would be unpacked twice a step.
+    """
     if STATE_FORMAT == "none":
-        return b_s, b_s, tl.full([b_s.shape[1]], 1.0, tl.float32)
+        return b_s, tl.full([], 1.0, tl.float32), b_s.to(DTYPE)
     else:
-        b_code, b_scale = quantize_state(b_s, TILE_V, STATE_FORMAT, HARDWARE_FP8)
-        return b_code * b_scale[None, :], b_code, b_scale
+        b_code, b_scale, b_bytes = quantize_tile(b_s, STATE_FORMAT, HARDWARE_FP8)
+        return b_code, b_scale, b_bytes
 
 
 @triton.jit
-def save_state(
-    p_h,
-    p_h_scale,
-    b_code,
-    b_scale,
-    state,
-    i_v,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    STATE_FORMAT: tl.constexpr,
-    TILE_V: tl.constexpr,
-    HARDWARE_FP8: tl.constexpr,
-):
-    BK: tl.constexpr = b_code.shape[0]
-    BV: tl.constexpr = b_code.shape[1]
-    p = p_h + state * K * V + state_offsets(0, i_v, V, BK, BV)
-    m = state_mask(0, i_v, K, V, BK, BV)
-    if STATE_FORMAT == "none":
-        tl.store(p, b_code.to(p_h.dtype.element_ty), mask=m)
+def store_state(p, b, i_v, K: tl.constexpr, V: tl.constexpr):
+    """One program's columns of a state [K, V], in p's dtype; unmasked where the block fits exactly."""
+    BK: tl.constexpr = b.shape[0]
+    BV: tl.constexpr = b.shape[1]
+    o = state_offsets(0, i_v, V, BK, BV)
+    if BK == K and (V // BV) * BV == V:
+        tl.store(p + o, b.to(p.dtype.element_ty))
     else:
-        tl.store(p, encode(b_code, STATE_FORMAT, HARDWARE_FP8), mask=m)
-        o_v = i_v + tl.arange(0, BV)
-        NV: tl.constexpr = (V + TILE_V - 1) // TILE_V
-        tl.store(p_h_scale + state * NV + o_v // TILE_V, b_scale, mask=(o_v % TILE_V == 0) & (o_v < V))
+        tl.store(p + o, b.to(p.dtype.element_ty), mask=state_mask(0, i_v, K, V, BK, BV))
+
+
+@triton.jit
+def load_state(p, i_v, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+    return tl.load(p + state_offsets(0, i_v, V, BK, BV), mask=state_mask(0, i_v, K, V, BK, BV), other=0.0)
 
 
 @triton.jit
@@ -70,7 +63,7 @@ def chunk_state_forward_kernel(
     p_o,  # out: [B*T, HV, V]
     p_final,  # out: [N, HV, K, V] float32
     p_h,  # out: [SLOTS, HV, K, V], the states that enter the chunks: codes (uint8) or values
-    p_h_scale,  # out: [SLOTS, HV, ceil(V / TILE_V)] float32
+    p_h_scale,  # out: [SLOTS, HV, ceil(V / BV)] float32
     p_v_new,  # out: [B*T, HV, V], v'
     scale,
     T,
@@ -90,7 +83,6 @@ def chunk_state_forward_kernel(
     SAVE_H: tl.constexpr,
     SAVE_V: tl.constexpr,
     STATE_FORMAT: tl.constexpr,
-    TILE_V: tl.constexpr,
     HARDWARE_FP8: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -107,24 +99,26 @@ def chunk_state_forward_kernel(
                 store_rows(p_o, tl.zeros([BT, BV], tl.float32), row + start, n_total - start, i_hv, i_v, HV, V)
         return
 
-    m_s = state_mask(0, i_v, K, V, BK, BV)
-    o_s = state_offsets(0, i_v, V, BK, BV)
+    sequence = (i_n.to(tl.int64) * HV + i_hv) * K * V
     if HAS_INITIAL:
-        b_s = tl.load(p_initial + (i_n.to(tl.int64) * HV + i_hv) * K * V + o_s, mask=m_s, other=0.0)
+        b_s = load_state(p_initial + sequence, i_v, K, V, BK, BV)
     else:
         b_s = tl.zeros([BK, BV], tl.float32)
-    b_s, b_code, b_scale = round_state(b_s, STATE_FORMAT, TILE_V, HARDWARE_FP8)
+    DTYPE: tl.constexpr = p_w.dtype.element_ty
+    b_c, b_scale, b_bytes = round_state(b_s, DTYPE, STATE_FORMAT, HARDWARE_FP8)
+    if SAVE_H and n_total > 0:
+        state = i_c.to(tl.int64) * HV + i_hv
+        store_state(p_h + state * K * V, b_bytes, i_v, K, V)
+        if STATE_FORMAT != "none":
+            tl.store(p_h_scale + state * PROGRAMS_V + i_v // BV, b_scale)
     o_k = tl.arange(0, BK)
 
     for start in range(0, n_total, BT):
         n_rows = tl.minimum(n_total - start, BT)
-        if SAVE_H:
-            state = i_c.to(tl.int64) * HV + i_hv
-            save_state(p_h, p_h_scale, b_code, b_scale, state, i_v, K, V, STATE_FORMAT, TILE_V, HARDWARE_FP8)
         b_w = load_rows(p_w, row, n_rows, i_hv, 0, HV, K, BT, BK)
         b_u = load_rows(p_u, row, n_rows, i_hv, i_v, HV, V, BT, BV)
-        b_h = b_code.to(b_w.dtype)
-        b_v = b_u.to(tl.float32) - tl.dot(b_w, b_h, input_precision=PRECISION) * b_scale[None, :]
+        b_h = b_c.to(DTYPE)
+        b_v = b_u.to(tl.float32) - tl.dot(b_w, b_h, input_precision=PRECISION) * b_scale
         if not IS_KDA:
             b_g, g_last = load_gate_sums(p_g, row, n_rows, i_hv, HV, BT)
         if SAVE_V:
@@ -132,24 +126,32 @@ def chunk_state_forward_kernel(
         if WRITE_O:
             b_q = load_rows(p_q, row, n_rows, i_k, 0, HK, K, BT, BK)
             b_p = load_rows(p_p, row, n_rows, i_hv, 0, HV, BT, BT, BT)
-            b_o = tl.dot(b_q, b_h, input_precision=PRECISION) * b_scale[None, :]
-            if not IS_KDA:
-                b_o *= (tl.exp(b_g) * scale)[:, None]
-            b_o += tl.dot(b_p, b_v.to(b_w.dtype), input_precision=PRECISION)
+            b_o = tl.dot(b_q, b_h, input_precision=PRECISION)
+            if IS_KDA:
+                b_o *= b_scale
+            else:
+                b_o *= (tl.exp(b_g) * (scale * b_scale))[:, None]
+            b_o += tl.dot(b_p, b_v.to(DTYPE), input_precision=PRECISION)
             store_rows(p_o, b_o, row, n_rows, i_hv, i_v, HV, V)
         b_k = load_rows(p_k, row, n_rows, i_k, 0, HK, K, BT, BK)
+        # The scale joins the decay, so that codes become the decayed state by one multiplication.
         if IS_KDA:
             b_decay = tl.load(p_g + (i_c.to(tl.int64) * HV + i_hv) * K + o_k, mask=o_k < K, other=0.0)
-            b_s *= b_decay[:, None]
+            b_s = b_c.to(tl.float32) * (b_decay * b_scale)[:, None]
         else:
             b_v *= tl.exp(g_last - b_g)[:, None]
-            b_s *= tl.exp(g_last)
-        b_s += tl.dot(tl.trans(b_k), b_v.to(b_w.dtype), input_precision=PRECISION)
-        b_s, b_code, b_scale = round_state(b_s, STATE_FORMAT, TILE_V, HARDWARE_FP8)
+            b_s = b_c.to(tl.float32) * (tl.exp(g_last) * b_scale)
+        b_s = tl.dot(tl.trans(b_k), b_v.to(DTYPE), acc=b_s, input_precision=PRECISION)
+        b_c, b_scale, b_bytes = round_state(b_s, DTYPE, STATE_FORMAT, HARDWARE_FP8)
         row += BT
         i_c += 1
+        if SAVE_H and start + BT < n_total:
+            state = i_c.to(tl.int64) * HV + i_hv
+            store_state(p_h + state * K * V, b_bytes, i_v, K, V)
+            if STATE_FORMAT != "none":
+                tl.store(p_h_scale + state * PROGRAMS_V + i_v // BV, b_scale)
 
-    tl.store(p_final + (i_n.to(tl.int64) * HV + i_hv) * K * V + o_s, b_s, mask=m_s)
+    store_state(p_final + sequence, b_c.to(tl.float32) * b_scale, i_v, K, V)
 
 
 @triton.jit
@@ -186,10 +188,9 @@ def chunk_state_backward_kernel(
     i_n = pid // (PROGRAMS_V * HV)
     i_k = i_hv // (HV // HK)
     i_c, row, n_total = locate_sequence(p_sequences, i_n, T, NT, IS_PACKED)
-    m_s = state_mask(0, i_v, K, V, BK, BV)
-    o_s = state_offsets(0, i_v, V, BK, BV)
     o_k = tl.arange(0, BK)
-    b_ds = tl.load(p_dfinal + (i_n.to(tl.int64) * HV + i_hv) * K * V + o_s, mask=m_s, other=0.0)
+    sequence = (i_n.to(tl.int64) * HV + i_hv) * K * V
+    b_ds = load_state(p_dfinal + sequence, i_v, K, V, BK, BV)
 
     n_chunks = (n_total + BT - 1) // BT
     for done in range(n_chunks):
@@ -197,7 +198,7 @@ def chunk_state_backward_kernel(
         i_row = row + i * BT
         n_rows = tl.minimum(n_total - i * BT, BT)
         state = (i_c + i).to(tl.int64) * HV + i_hv
-        tl.store(p_dh + state * K * V + o_s, b_ds.to(p_dh.dtype.element_ty), mask=m_s)
+        store_state(p_dh + state * K * V, b_ds, i_v, K, V)
         b_do = load_rows(p_do, i_row, n_rows, i_hv, i_v, HV, V, BT, BV)
         b_k = load_rows(p_k, i_row, n_rows, i_k, 0, HK, K, BT, BK)
         b_p = load_rows(p_p, i_row, n_rows, i_hv, 0, HV, BT, BT, BT)
@@ -218,4 +219,4 @@ def chunk_state_backward_kernel(
         b_ds += tl.dot(tl.trans(b_q), b_do_q, input_precision=PRECISION)
         b_ds -= tl.dot(tl.trans(b_w), b_dv.to(b_w.dtype), input_precision=PRECISION)
 
-    tl.store(p_dinitial + (i_n.to(tl.int64) * HV + i_hv) * K * V + o_s, b_ds, mask=m_s)
+    store_state(p_dinitial + sequence, b_ds, i_v, K, V)

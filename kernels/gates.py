@@ -24,23 +24,27 @@ def decay_matrix(b_gsum):
 
 
 @triton.jit
-def level_factor(b_gsum, level):
-    """KDA: e^-|G - G_anchor| [BT, BK] of one level: the left factor in second halves, the right one in first halves."""
+def level_factor(b_gsum, p_anchor, STRIDE: tl.constexpr, level, n_rows, n_k):
+    """KDA: e^-|G - G_anchor| [BT, BK] of one level: the left factor in second halves, the right one in first halves.
+
+    p_anchor: the first row of b_gsum in memory, STRIDE between rows, n_k columns: anchors are loaded (from the L1
+    cache), since moving rows between the registers of different warps costs more.
+    """
     BT: tl.constexpr = b_gsum.shape[0]
     BK: tl.constexpr = b_gsum.shape[1]
     o_t = tl.arange(0, BT)
-    anchor = ((o_t >> (level + 1)) << (level + 1)) + (1 << level)
-    b_anchor = tl.gather(b_gsum, tl.broadcast_to(anchor[:, None], [BT, BK]), axis=0)
+    o_k = tl.arange(0, BK)[None, :]
+    anchor = (((o_t >> (level + 1)) << (level + 1)) + (1 << level))[:, None]
+    b_anchor = tl.load(p_anchor + anchor * STRIDE + o_k, mask=(anchor < n_rows) & (o_k < n_k), other=0.0)
     return tl.exp(-tl.abs(b_gsum - b_anchor))
 
 
 @triton.jit
 def level_mask(level, BT: tl.constexpr):
-    """KDA: the pairs (i, j) of one level: i in a second half, j in the first half before it."""
+    """KDA: the pairs (i, j) of one level: i > j, and the highest bit in which they differ is bit `level`."""
     o_t = tl.arange(0, BT)
-    half = o_t >> level
-    same = (o_t[:, None] >> (level + 1)) == (o_t[None, :] >> (level + 1))
-    return same & ((half[:, None] & 1) == 1) & ((half[None, :] & 1) == 0)
+    differ = tl.where(o_t[:, None] > o_t[None, :], o_t[:, None] ^ o_t[None, :], 0)
+    return (differ >> level) == 1
 
 
 @triton.jit

@@ -58,21 +58,40 @@ def pairs_gdn(b_q, b_k, b_gsum, b_beta, scale, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def pairs_kda(b_q, b_k, b_gsum, b_beta, scale, PRECISION: tl.constexpr):
-    """A and P of per-channel gates: one product a level, the diagonal of P by itself."""
+def pairs_kda(b_a, b_p, b_q, b_k, b_gsum, p_anchor, STRIDE: tl.constexpr, n_rows, n_k, PRECISION: tl.constexpr):
+    """A / beta and P / scale with a block of channels added: one product a level, the diagonal of P by itself."""
     BT: tl.constexpr = b_k.shape[0]
     o_t = tl.arange(0, BT)
     b_self = tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32), axis=1)
-    b_a = tl.zeros([BT, BT], tl.float32)
-    b_p = tl.where(o_t[:, None] == o_t[None, :], b_self[:, None], 0.0)
+    b_p += tl.where(o_t[:, None] == o_t[None, :], b_self[:, None], 0.0)
     for level in range(6):  # not unrolled: six copies spill and take a minute to compile
-        b_f = level_factor(b_gsum, level)
+        b_f = level_factor(b_gsum, p_anchor, STRIDE, level, n_rows, n_k)
         b_kf = (b_k * b_f).to(b_k.dtype)
         b_qf = (b_q * b_f).to(b_k.dtype)
         m = level_mask(level, BT)
         b_a += tl.where(m, tl.dot(b_kf, tl.trans(b_kf), input_precision=PRECISION), 0.0)
         b_p += tl.where(m, tl.dot(b_qf, tl.trans(b_kf), input_precision=PRECISION), 0.0)
-    return b_a * b_beta[:, None], b_p * scale
+    return b_a, b_p
+
+
+@triton.jit
+def sum_channel_gates(
+    p_g, p_gsum, p_qg, p_kg, p_decay, b_q, b_k, row, n_rows, i_hv, i_k, scale, HV: tl.constexpr, K: tl.constexpr
+):
+    """KDA: G of a block of channels; stores it, scale e^G q, e^(G_L - G) k and e^(G_L) at p_decay.
+
+    Forward and recomputation call this with equal blocks and warps: how a sum is associated depends on both.
+    """
+    BT: tl.constexpr = b_k.shape[0]
+    BK: tl.constexpr = b_k.shape[1]
+    b_gsum = tl.cumsum(load_rows(p_g, row, n_rows, i_hv, i_k, HV, K, BT, BK), axis=0)
+    b_last = last_row(b_gsum, n_rows)
+    o_k = i_k + tl.arange(0, BK)
+    tl.store(p_decay + o_k, tl.exp(b_last), mask=o_k < K)
+    store_rows(p_gsum, b_gsum, row, n_rows, i_hv, i_k, HV, K)
+    store_rows(p_qg, b_q * tl.exp(b_gsum) * scale, row, n_rows, i_hv, i_k, HV, K)
+    store_rows(p_kg, b_k * tl.exp(b_last[None, :] - b_gsum), row, n_rows, i_hv, i_k, HV, K)
+    return b_gsum
 
 
 @triton.jit
@@ -97,7 +116,7 @@ def intra_chunk_forward_kernel(
     p_g,  # [B*T, HV] or [B*T, HV, K] float32
     p_beta,  # [B*T, HV]
     p_chunks,  # [SLOTS, 3]
-    p_gsum,  # out, GDN: [B*T, HV] float32, G
+    p_gsum,  # out: like g, float32, G
     p_decay,  # out, KDA: [SLOTS, HV, K] float32, e^(G_L)
     p_qg,  # out, KDA: [B*T, HV, K], scale e^G q
     p_kg,  # out, KDA: [B*T, HV, K], e^(G_L - G) k
@@ -114,6 +133,7 @@ def intra_chunk_forward_kernel(
     V: tl.constexpr,
     BT: tl.constexpr,
     BK: tl.constexpr,
+    BKI: tl.constexpr,
     BV: tl.constexpr,
     IS_KDA: tl.constexpr,
     IS_PACKED: tl.constexpr,
@@ -129,29 +149,36 @@ def intra_chunk_forward_kernel(
     row, n_rows, _ = locate_chunk(p_chunks, i_c, T, NT, BT, IS_PACKED)
     if n_rows <= 0:
         return
-    b_q = load_rows(p_q, row, n_rows, i_h, 0, H, K, BT, BK)
-    b_k = load_rows(p_k, row, n_rows, i_h, 0, H, K, BT, BK)
     b_beta = load_scalars(p_beta, row, n_rows, i_hv, HV, BT)
     if IS_KDA:
-        b_gsum = tl.cumsum(load_rows(p_g, row, n_rows, i_hv, 0, HV, K, BT, BK), axis=0)
-        b_a, b_p = pairs_kda(b_q, b_k, b_gsum, b_beta, scale, PRECISION)
-        b_last = last_row(b_gsum, n_rows)
-        o_k = tl.arange(0, BK)
-        p_row = p_decay + (i_c.to(tl.int64) * HV + i_hv) * K
-        tl.store(p_row + o_k, tl.exp(b_last), mask=o_k < K)
-        b_decay = tl.exp(b_gsum)
-        store_rows(p_qg, b_q * b_decay * scale, row, n_rows, i_hv, 0, HV, K)
-        store_rows(p_kg, b_k * tl.exp(b_last[None, :] - b_gsum), row, n_rows, i_hv, 0, HV, K)
-        b_kdecay = b_k * b_decay
+        b_a = tl.zeros([BT, BT], tl.float32)
+        b_p = tl.zeros([BT, BT], tl.float32)
+        p_last = p_decay + (i_c.to(tl.int64) * HV + i_hv) * K
+        for i_k in range(0, K, BKI):
+            b_qi = load_rows(p_q, row, n_rows, i_h, i_k, H, K, BT, BKI)
+            b_ki = load_rows(p_k, row, n_rows, i_h, i_k, H, K, BT, BKI)
+            b_gi = sum_channel_gates(p_g, p_gsum, p_qg, p_kg, p_last, b_qi, b_ki, row, n_rows, i_hv, i_k, scale, HV, K)
+            tl.debug_barrier()  # the sums just written are read back as anchors
+            p_anchor = p_gsum + (row * HV + i_hv) * K + i_k
+            b_a, b_p = pairs_kda(b_a, b_p, b_qi, b_ki, b_gi, p_anchor, HV * K, n_rows, K - i_k, PRECISION)
+        b_a *= b_beta[:, None]
+        b_p *= scale
     else:
+        b_q = load_rows(p_q, row, n_rows, i_h, 0, H, K, BT, BK)
+        b_k = load_rows(p_k, row, n_rows, i_h, 0, H, K, BT, BK)
         b_gsum = tl.cumsum(load_scalars(p_g, row, n_rows, i_hv, HV, BT), axis=0)
         store_scalars(p_gsum, b_gsum, row, n_rows, i_hv, HV)
         b_a, b_p = pairs_gdn(b_q, b_k, b_gsum, b_beta, scale, PRECISION)
-        b_kdecay = b_k * tl.exp(b_gsum)[:, None]
     store_rows(p_p, b_p, row, n_rows, i_hv, 0, HV, BT)
-    b_x = unit_lower_inverse(b_a, MERGE_PRECISION).to(b_k.dtype)
+    b_x = unit_lower_inverse(b_a, MERGE_PRECISION).to(p_k.dtype.element_ty)
     if SAVE_X:
         store_rows(p_x, b_x, row, n_rows, i_hv, 0, HV, BT)
+    # k and G again, all channels at once, since a row of w is rounded as a whole; holding them meanwhile would spill.
+    b_k = load_rows(p_k, row, n_rows, i_h, 0, H, K, BT, BK)
+    if IS_KDA:
+        b_kdecay = b_k * tl.exp(load_rows(p_gsum, row, n_rows, i_hv, 0, HV, K, BT, BK))
+    else:
+        b_kdecay = b_k * tl.exp(b_gsum)[:, None]
     b_w = form_w(b_x, b_kdecay, b_beta, W_FORMAT, HARDWARE_FP8, PRECISION)
     store_rows(p_w, b_w, row, n_rows, i_hv, 0, HV, K)
     for i_v in range(0, V, BV):
@@ -170,6 +197,7 @@ def wy_recompute_kernel(
     p_h,  # [SLOTS, HV, K, V] uint8 codes of the states that enter the chunks
     p_h_scale,  # [SLOTS, HV, ceil(V / TILE_V)] float32
     p_chunks,
+    p_gsum,  # out, KDA: [B*T, HV, K] float32, G
     p_decay,  # out, KDA
     p_qg,  # out, KDA
     p_kg,  # out, KDA
@@ -184,6 +212,7 @@ def wy_recompute_kernel(
     V: tl.constexpr,
     BT: tl.constexpr,
     BK: tl.constexpr,
+    BKI: tl.constexpr,
     BV: tl.constexpr,
     IS_KDA: tl.constexpr,
     IS_PACKED: tl.constexpr,
@@ -205,16 +234,13 @@ def wy_recompute_kernel(
     b_beta = load_scalars(p_beta, row, n_rows, i_hv, HV, BT)
     b_x = load_rows(p_x, row, n_rows, i_hv, 0, HV, BT, BT, BT)
     if IS_KDA:
-        b_q = load_rows(p_q, row, n_rows, i_h, 0, H, K, BT, BK)
-        b_gsum = tl.cumsum(load_rows(p_g, row, n_rows, i_hv, 0, HV, K, BT, BK), axis=0)
-        b_last = last_row(b_gsum, n_rows)
-        o_k = tl.arange(0, BK)
-        p_row = p_decay + (i_c.to(tl.int64) * HV + i_hv) * K
-        tl.store(p_row + o_k, tl.exp(b_last), mask=o_k < K)
-        b_decay = tl.exp(b_gsum)
-        store_rows(p_qg, b_q * b_decay * scale, row, n_rows, i_hv, 0, HV, K)
-        store_rows(p_kg, b_k * tl.exp(b_last[None, :] - b_gsum), row, n_rows, i_hv, 0, HV, K)
-        b_kdecay = b_k * b_decay
+        p_last = p_decay + (i_c.to(tl.int64) * HV + i_hv) * K
+        for i_k in range(0, K, BKI):
+            b_qi = load_rows(p_q, row, n_rows, i_h, i_k, H, K, BT, BKI)
+            b_ki = load_rows(p_k, row, n_rows, i_h, i_k, H, K, BT, BKI)
+            sum_channel_gates(p_g, p_gsum, p_qg, p_kg, p_last, b_qi, b_ki, row, n_rows, i_hv, i_k, scale, HV, K)
+        tl.debug_barrier()  # the sums just written are read back
+        b_kdecay = b_k * tl.exp(load_rows(p_gsum, row, n_rows, i_hv, 0, HV, K, BT, BK))
     else:
         b_kdecay = b_k * tl.exp(load_scalars(p_g, row, n_rows, i_hv, HV, BT))[:, None]
     b_w = form_w(b_x, b_kdecay, b_beta, W_FORMAT, HARDWARE_FP8, PRECISION)
@@ -236,35 +262,36 @@ def wy_recompute_kernel(
 
 
 @triton.jit
-def pair_gradients_gdn(b_m, b_beta, b_k, PRECISION: tl.constexpr):
-    """r_i = sum_j dA_ij E_ij k_j and c_j = sum_i dA_ij E_ij beta_i k_i, with b_m = dA * E."""
-    b_r = tl.dot(b_m.to(b_k.dtype), b_k, input_precision=PRECISION)
+def pair_gradients_gdn(b_z, b_m, b_beta, b_k, PRECISION: tl.constexpr):
+    """z + r and c: r_i = sum_j dA_ij E_ij k_j, c_j = sum_i dA_ij E_ij beta_i k_i, with b_m = dA * E."""
+    b_z += tl.dot(b_m.to(b_k.dtype), b_k, input_precision=PRECISION)
     b_c = tl.dot(tl.trans((b_m * b_beta[:, None]).to(b_k.dtype)), b_k, input_precision=PRECISION)
-    return b_r, b_c
+    return b_z, b_c
 
 
 @triton.jit
-def pair_gradients_kda(b_da, b_beta, b_k, b_gsum, PRECISION: tl.constexpr):
+def pair_gradients_kda(
+    b_z, b_da, b_beta, b_k, b_gsum, p_anchor, STRIDE: tl.constexpr, n_rows, n_k, PRECISION: tl.constexpr
+):
     """The same through the levels of per-channel gates."""
     BT: tl.constexpr = b_k.shape[0]
     BK: tl.constexpr = b_k.shape[1]
-    b_r = tl.zeros([BT, BK], tl.float32)
     b_c = tl.zeros([BT, BK], tl.float32)
     for level in range(6):  # not unrolled: six copies spill and take a minute to compile
-        b_f = level_factor(b_gsum, level)
+        b_f = level_factor(b_gsum, p_anchor, STRIDE, level, n_rows, n_k)
         b_kf = (b_k * b_f).to(b_k.dtype)
         b_m = tl.where(level_mask(level, BT), b_da, 0.0)
-        b_r += b_f * tl.dot(b_m.to(b_k.dtype), b_kf, input_precision=PRECISION)
+        b_z += b_f * tl.dot(b_m.to(b_k.dtype), b_kf, input_precision=PRECISION)
         b_mt = tl.trans((b_m * b_beta[:, None]).to(b_k.dtype))
         b_c += b_f * tl.dot(b_mt, b_kf, input_precision=PRECISION)
-    return b_r, b_c
+    return b_z, b_c
 
 
 @triton.jit
 def intra_chunk_backward_kernel(
     p_k,  # [B*T, H, K]
     p_v,  # [B*T, HV, V]
-    p_g,  # GDN: [B*T, HV] float32, G; KDA: [B*T, HV, K] float32, g
+    p_gsum,  # like g, float32, G
     p_beta,  # [B*T, HV]
     p_x,  # [B*T, HV, 64]
     p_dw,  # [B*T, HV, K]
@@ -314,12 +341,12 @@ def intra_chunk_backward_kernel(
         # A chunk past the end of cu_seqlens has no last row to read; its sums are zero like everything else of it.
         b_gsum1 = tl.zeros([BT], tl.float32)
         if n_rows > 0:
-            b_gsum1, _ = load_gate_sums(p_g, row, n_rows, i_hv, HV, BT)
+            b_gsum1, _ = load_gate_sums(p_gsum, row, n_rows, i_hv, HV, BT)
     for i_k in range(0, K, BK):
         b_dw = load_rows(p_dw, row, n_rows, i_hv, i_k, HV, K, BT, BK)
         b_k = load_rows(p_k, row, n_rows, i_h, i_k, H, K, BT, BK)
         if IS_KDA:
-            b_gsum = tl.cumsum(load_rows(p_g, row, n_rows, i_hv, i_k, HV, K, BT, BK), axis=0)
+            b_gsum = load_rows(p_gsum, row, n_rows, i_hv, i_k, HV, K, BT, BK)
             b_kb = (b_k * tl.exp(b_gsum) * b_beta[:, None]).to(b_x.dtype)
         else:
             b_kb = (b_k * tl.exp(b_gsum1)[:, None] * b_beta[:, None]).to(b_x.dtype)
@@ -336,14 +363,15 @@ def intra_chunk_backward_kernel(
         b_dk = load_rows(p_dk_outer, row, n_rows, i_hv, i_k, HV, K, BT, BK).to(tl.float32)
         b_z = tl.dot(b_xt, b_dw, input_precision=PRECISION)
         if IS_KDA:
-            b_gsum = tl.cumsum(load_rows(p_g, row, n_rows, i_hv, i_k, HV, K, BT, BK), axis=0)
+            b_gsum = load_rows(p_gsum, row, n_rows, i_hv, i_k, HV, K, BT, BK)
             b_z *= tl.exp(b_gsum)
-            b_r, b_c = pair_gradients_kda(b_da, b_beta, b_k, b_gsum, PRECISION)
+            p_anchor = p_gsum + (row * HV + i_hv) * K + i_k
+            b_zr, b_c = pair_gradients_kda(b_z, b_da, b_beta, b_k, b_gsum, p_anchor, HV * K, n_rows, K - i_k, PRECISION)
         else:
             b_z *= tl.exp(b_gsum1)[:, None]
-            b_r, b_c = pair_gradients_gdn(b_da, b_beta, b_k, PRECISION)
-        b_dbeta += tl.sum((b_z + b_r) * b_k, axis=1)
-        b_zr = (b_z + b_r) * b_beta[:, None]
+            b_zr, b_c = pair_gradients_gdn(b_z, b_da, b_beta, b_k, PRECISION)
+        b_dbeta += tl.sum(b_zr * b_k, axis=1)
+        b_zr *= b_beta[:, None]
         store_rows(p_dk, b_dk + b_zr + b_c, row, n_stored, i_hv, i_k, HV, K)
         if IS_KDA:
             b_dg = load_rows(p_dgsum, row, n_rows, i_hv, i_k, HV, K, BT, BK)

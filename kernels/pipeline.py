@@ -47,8 +47,7 @@ def _tables(call: Call) -> tuple[Any, Any]:
 def _intra_forward(call: Call, p_chunks: Any, save_x: bool) -> dict[str, Any]:
     b, t, h, hv, k, v = call.sizes
     bk = power_of_two(k)
-    warps, stages = call.options.tuning.intra
-    kda = call.is_kda
+    knobs, kda = call.tuning.intra, call.is_kda
     launch = Launch(
         kernel=intra_chunk.intra_chunk_forward_kernel,
         grid=call.slots * hv,
@@ -61,7 +60,7 @@ def _intra_forward(call: Call, p_chunks: Any, save_x: bool) -> dict[str, Any]:
             "p_chunks": p_chunks,
         },
         outputs={
-            "p_gsum": UNUSED if kda else call.gate_sums(),
+            "p_gsum": call.gate_sums(),
             "p_decay": Buffer((call.slots, hv, k), "float32") if kda else UNUSED,
             "p_qg": call.by_row(hv, k) if kda else UNUSED,
             "p_kg": call.by_row(hv, k) if kda else UNUSED,
@@ -74,11 +73,12 @@ def _intra_forward(call: Call, p_chunks: Any, save_x: bool) -> dict[str, Any]:
             **call.dims("scale", "T", "NT", "H", "HV", "K", "V", "BT", "IS_KDA", "IS_PACKED"),
             **call.dims("W_FORMAT", "HARDWARE_FP8", "PRECISION", "MERGE_PRECISION"),
             "BK": bk,
-            "BV": call.width(64, v),
+            "BKI": call.width(knobs.bk, k),
+            "BV": call.width(knobs.bv, v),
             "SAVE_X": save_x,
         },
-        num_warps=_warps(warps, bk),
-        num_stages=stages,
+        num_warps=_warps(knobs.warps, bk),
+        num_stages=knobs.stages,
     )
     out = call.run(launch)
     if not kda:
@@ -92,7 +92,7 @@ def _scan_forward(
     """intra: p_qg, p_kg (q and k themselves for GDN), p_w, p_u, p_p and p_gate (G, or e^(G_L) for KDA)."""
     _, _, _, hv, k, v = call.sizes
     width, bk = call.state_width, power_of_two(k)
-    warps, stages = call.options.tuning.state
+    knobs = call.tuning.state
     rounded = call.state_format != "none"
     tiles = -(-v // call.tile_v)
     initial = call.inputs.initial_state
@@ -118,7 +118,7 @@ def _scan_forward(
         },
         constants={
             **call.dims("scale", "T", "NT", "N", "HK", "HV", "K", "V", "BT", "IS_KDA", "IS_PACKED"),
-            **call.dims("STATE_FORMAT", "TILE_V", "HARDWARE_FP8", "PRECISION"),
+            **call.dims("STATE_FORMAT", "HARDWARE_FP8", "PRECISION"),
             "BK": bk,
             "BV": width,
             "HAS_INITIAL": initial is not None,
@@ -126,16 +126,16 @@ def _scan_forward(
             "SAVE_H": save_h,
             "SAVE_V": save_v,
         },
-        num_warps=_warps(warps, bk * width // 64),
-        num_stages=stages,
+        num_warps=_warps(knobs.warps, bk * width // 64),
+        num_stages=call.scan_stages(knobs.stages, width),
     )
     return call.run(launch)
 
 
 def _output_forward(call: Call, intra: dict[str, Any], scan: dict[str, Any], p_chunks: Any) -> Any:
     _, _, _, hv, k, v = call.sizes
-    bk, bv = power_of_two(k), call.width(64, v)
-    warps, stages = call.options.tuning.output
+    knobs = call.tuning.output
+    bk, bv = power_of_two(k), call.width(knobs.bv, v)
     launch = Launch(
         kernel=chunk_output.chunk_output_forward_kernel,
         grid=call.slots * hv * -(-v // bv),
@@ -155,8 +155,8 @@ def _output_forward(call: Call, intra: dict[str, Any], scan: dict[str, Any], p_c
             "BK": bk,
             "BV": bv,
         },
-        num_warps=_warps(warps, bk),
-        num_stages=stages,
+        num_warps=_warps(knobs.warps, bk),
+        num_stages=knobs.stages,
     )
     return call.run(launch)["p_o"]
 
@@ -172,7 +172,7 @@ def forward(run: Run, inputs: Inputs, options: Options, *, with_residuals: bool 
     p_chunks, p_sequences = _tables(call)
     intra = _intra_forward(call, p_chunks, with_residuals)
     intra["p_gate"] = intra["p_decay"] if call.is_kda else intra["p_gsum"]
-    split = options.tuning.split_output
+    split = call.tuning.split_output
     keep = with_residuals and options.save_states and call.state_format != "none"
     scan = _scan_forward(call, intra, p_sequences, write_o=not split, save_h=split or keep, save_v=split)
     o = _output_forward(call, intra, scan, p_chunks) if split else scan["p_o"]
@@ -192,7 +192,9 @@ def _recompute(call: Call, residuals: Residuals, p_chunks: Any, p_sequences: Any
     """w, v', h, h_scale, and the scan's q, k and gate, as the forward had them."""
     _, _, _, hv, k, v = call.sizes
     bk = power_of_two(k)
-    warps, stages = call.options.tuning.intra
+    knobs = call.tuning.recompute
+    if call.is_kda:  # equal sums of gates ask for equal blocks and warps
+        knobs = knobs._replace(warps=call.tuning.intra.warps, bk=call.tuning.intra.bk)
     kda, known = call.is_kda, residuals.h is not None
     launch = Launch(
         kernel=intra_chunk.wy_recompute_kernel,
@@ -209,6 +211,7 @@ def _recompute(call: Call, residuals: Residuals, p_chunks: Any, p_sequences: Any
             "p_chunks": p_chunks,
         },
         outputs={
+            "p_gsum": call.gate_sums() if kda else UNUSED,
             "p_decay": Buffer((call.slots, hv, k), "float32") if kda else UNUSED,
             "p_qg": call.by_row(hv, k) if kda else UNUSED,
             "p_kg": call.by_row(hv, k) if kda else UNUSED,
@@ -219,15 +222,16 @@ def _recompute(call: Call, residuals: Residuals, p_chunks: Any, p_sequences: Any
             **call.dims("scale", "T", "NT", "H", "HV", "K", "V", "BT", "IS_KDA", "IS_PACKED"),
             **call.dims("STATE_FORMAT", "TILE_V", "W_FORMAT", "HARDWARE_FP8", "PRECISION"),
             "BK": bk,
-            "BV": call.width(64, v),
+            "BKI": call.width(knobs.bk, k),
+            "BV": call.width(knobs.bv, v),
             "HAS_STATES": known,
         },
-        num_warps=_warps(warps, bk),
-        num_stages=stages,
+        num_warps=_warps(knobs.warps, bk),
+        num_stages=knobs.stages,
     )
     out = call.run(launch)
     if not kda:
-        out |= {"p_qg": call.inputs.q, "p_kg": call.inputs.k}
+        out |= {"p_qg": call.inputs.q, "p_kg": call.inputs.k, "p_gsum": residuals.g_sum}
     out |= {"p_gate": out["p_decay"] if kda else residuals.g_sum, "p_p": residuals.p}
     if known:
         return out | {"p_v_new": out["p_u"], "p_h": residuals.h, "p_h_scale": residuals.h_scale}
@@ -237,8 +241,8 @@ def _recompute(call: Call, residuals: Residuals, p_chunks: Any, p_sequences: Any
 
 def _scan_backward(call: Call, saved: dict[str, Any], do: Any, dfinal: Any, p_sequences: Any) -> dict[str, Any]:
     _, _, _, hv, k, v = call.sizes
-    bk, width = power_of_two(k), call.width(call.options.tuning.reverse_width, v)
-    warps, stages = call.options.tuning.reverse
+    knobs = call.tuning.reverse
+    bk, width = power_of_two(k), call.width(knobs.bv, v)
     launch = Launch(
         kernel=chunk_state.chunk_state_backward_kernel,
         grid=call.n_sequences * hv * -(-v // width),
@@ -262,24 +266,22 @@ def _scan_backward(call: Call, saved: dict[str, Any], do: Any, dfinal: Any, p_se
             "BK": bk,
             "BV": width,
         },
-        num_warps=_warps(warps, bk * width // 64),
-        num_stages=stages,
+        num_warps=_warps(knobs.warps, bk * width // 64),
+        num_stages=call.scan_stages(knobs.stages, width),
     )
     return call.run(launch)
 
 
-def _output_backward(
-    call: Call, residuals: Residuals, saved: dict[str, Any], scan: dict[str, Any], do: Any, p_chunks: Any
-) -> dict[str, Any]:
+def _output_backward(call: Call, saved: dict[str, Any], scan: dict[str, Any], do: Any, p_chunks: Any) -> dict[str, Any]:
     _, _, _, hv, k, v = call.sizes
-    warps, stages = call.options.tuning.output_backward
+    knobs = call.tuning.output_backward
     launch = Launch(
         kernel=chunk_output.chunk_output_backward_kernel,
         grid=call.slots * hv,
         inputs={
             "p_q": call.inputs.q,
             "p_k": call.inputs.k,
-            "p_g": call.inputs.g if call.is_kda else residuals.g_sum,
+            "p_gsum": saved["p_gsum"],
             "p_h": saved["p_h"],
             "p_h_scale": saved["p_h_scale"],
             "p_dh": scan["p_dh"],
@@ -297,27 +299,32 @@ def _output_backward(
         constants={
             **call.dims("scale", "T", "NT", "H", "HV", "K", "V", "BT", "IS_KDA", "IS_PACKED"),
             **call.dims("STATE_FORMAT", "TILE_V", "HARDWARE_FP8", "PRECISION"),
-            "BK": call.width(64, k),
-            "BV": call.width(64, v),
+            "BK": call.width(knobs.bk, k),
+            "BV": call.width(knobs.bv, v),
         },
-        num_warps=warps,
-        num_stages=stages,
+        num_warps=knobs.warps,
+        num_stages=knobs.stages,
     )
     return call.run(launch)
 
 
 def _intra_backward(
-    call: Call, residuals: Residuals, scan: dict[str, Any], outer: dict[str, Any], p_chunks: Any
+    call: Call,
+    residuals: Residuals,
+    saved: dict[str, Any],
+    scan: dict[str, Any],
+    outer: dict[str, Any],
+    p_chunks: Any,
 ) -> dict[str, Any]:
     _, _, _, hv, k, v = call.sizes
-    warps, stages = call.options.tuning.intra_backward
+    knobs = call.tuning.intra_backward
     launch = Launch(
         kernel=intra_chunk.intra_chunk_backward_kernel,
         grid=call.slots * hv,
         inputs={
             "p_k": call.inputs.k,
             "p_v": call.inputs.v,
-            "p_g": call.inputs.g if call.is_kda else residuals.g_sum,
+            "p_gsum": saved["p_gsum"],
             "p_beta": call.inputs.beta,
             "p_x": residuals.x,
             "p_dw": outer["p_dw"],
@@ -334,11 +341,11 @@ def _intra_backward(
         },
         constants={
             **call.dims("T", "NT", "H", "HV", "K", "V", "BT", "IS_KDA", "IS_PACKED", "PRECISION"),
-            "BK": call.width(64, k),
-            "BV": call.width(64, v),
+            "BK": call.width(knobs.bk, k),
+            "BV": call.width(knobs.bv, v),
         },
-        num_warps=warps,
-        num_stages=stages,
+        num_warps=knobs.warps,
+        num_stages=knobs.stages,
     )
     return call.run(launch)
 
@@ -369,8 +376,8 @@ def backward(run: Run, inputs: Inputs, residuals: Residuals, do: Any, dfinal: An
     p_chunks, p_sequences = _tables(call)
     saved = _recompute(call, residuals, p_chunks, p_sequences)
     scan = _scan_backward(call, saved, do, dfinal, p_sequences)
-    outer = _output_backward(call, residuals, saved, scan, do, p_chunks)
-    inner = _intra_backward(call, residuals, scan, outer, p_chunks)
+    outer = _output_backward(call, saved, scan, do, p_chunks)
+    inner = _intra_backward(call, residuals, saved, scan, outer, p_chunks)
     return Gradients(
         q=_sum_groups(call, outer["p_dq"]).reshape(b, t, h, k),
         k=_sum_groups(call, inner["p_dk"]).reshape(b, t, h, k),

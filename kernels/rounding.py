@@ -21,9 +21,9 @@ def compute_scale(amax, MAXIMUM: tl.constexpr):
 
 
 @triton.jit
-def finite_or_inf(x):
-    """|x|, with NaN turned into Inf: a maximum may drop NaN, and an infinite amax turns the whole tile into NaN."""
-    return tl.where(x == x, tl.abs(x), float("inf"))
+def magnitude_bits(x):
+    """|x| as an integer of the same order, NaN above Inf: a float maximum may drop NaN, an integer one cannot."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
@@ -50,29 +50,30 @@ def round_code(x, FORMAT: tl.constexpr, HARDWARE_FP8: tl.constexpr):
 
 
 @triton.jit
-def quantize_state(b_s, TILE_V: tl.constexpr, FORMAT: tl.constexpr, HARDWARE_FP8: tl.constexpr):
-    """Codes [BK, BV] and scales [BV] of a state block: one scale for each TILE_V columns over all rows."""
-    BV: tl.constexpr = b_s.shape[1]
-    column = tl.max(finite_or_inf(b_s), axis=0)
-    if BV > TILE_V:
-        tile = tl.max(tl.reshape(column, [BV // TILE_V, TILE_V]), axis=1)
-        column = tl.reshape(tl.broadcast_to(tile[:, None], [BV // TILE_V, TILE_V]), [BV])
+def quantize_tile(b_s, FORMAT: tl.constexpr, HARDWARE_FP8: tl.constexpr):
+    """(codes float32, the one scale, bytes that `decode` reads) of a tile."""
+    # Rows first: a matrix unit's result keeps a row inside one warp, so that only one number a warp crosses warps.
+    amax = tl.max(tl.max(magnitude_bits(b_s), axis=1), axis=0).to(tl.float32, bitcast=True)
+    s, r = compute_scale(amax, 448.0 if FORMAT == "e4m3" else 127.0)
+    if FORMAT == "e4m3" and HARDWARE_FP8:
+        b_fp8 = (b_s * r).to(tl.float8e4nv)  # once: the compiler would convert back for the bytes
+        return b_fp8.to(tl.float32), s, b_fp8.to(tl.uint8, bitcast=True)
     else:
-        column = tl.zeros([BV], tl.float32) + tl.max(column, axis=0)
-    s, r = compute_scale(column, 448.0 if FORMAT == "e4m3" else 127.0)
-    return round_code(b_s * r[None, :], FORMAT, HARDWARE_FP8), s
+        b_code = round_code(b_s * r, FORMAT, HARDWARE_FP8)
+        return b_code, s, encode(b_code, FORMAT, HARDWARE_FP8)
 
 
 @triton.jit
 def fake_quantize_rows(b_x, FORMAT: tl.constexpr, HARDWARE_FP8: tl.constexpr):
     """Quantize-dequantized rows of [BT, BK]: one scale a row."""
-    s, r = compute_scale(tl.max(finite_or_inf(b_x), axis=1), 448.0 if FORMAT == "e4m3" else 127.0)
+    amax = tl.max(magnitude_bits(b_x), axis=1).to(tl.float32, bitcast=True)
+    s, r = compute_scale(amax, 448.0 if FORMAT == "e4m3" else 127.0)
     return round_code(b_x * r[:, None], FORMAT, HARDWARE_FP8) * s[:, None]
 
 
 @triton.jit
 def encode(code, FORMAT: tl.constexpr, HARDWARE_FP8: tl.constexpr):
-    """Eight bits of a code, as uint8: E4M3's own bits, or two's complement (NaN becomes 0: its scale is Inf)."""
+    """Eight bits of a code, as uint8: E4M3's own bits, or two's complement (NaN becomes 0: its scale is NaN)."""
     if FORMAT == "int8":
         return tl.where(code == code, code, 0.0).to(tl.int32).to(tl.uint8)
     elif HARDWARE_FP8:

@@ -7,7 +7,7 @@ import kernel_oracle as oracle
 import torch
 
 from jlaqat.kernels import pipeline
-from jlaqat.kernels.call import Inputs, Options, Tuning
+from jlaqat.kernels.call import Inputs, Options
 from jlaqat.torch_bridge.run import poisoned_run
 
 # RMS(x - ref) / RMS(ref), by output and by the inputs' dtype: the contract's bounds.
@@ -51,7 +51,7 @@ def run_kernels(given, options, seed=7):
     return out, pipeline.backward(poisoned_run, given, out.residuals, do, dfinal, options), do, dfinal
 
 
-def run_both(inputs, quant, dtype, *, cu_seqlens=None, save_states=True, hardware_fp8=False, tuning=None):
+def run_both(inputs, quant, dtype, *, cu_seqlens=None, save_states=True, hardware_fp8=False, tuning=None, **more):
     """{name: (kernel's, oracle's)} for o, the final state and every gradient.
 
     Saved states are replayed: the oracle is given the kernel's rounded states, so that a code that fell to the other
@@ -63,7 +63,8 @@ def run_both(inputs, quant, dtype, *, cu_seqlens=None, save_states=True, hardwar
         quant=quant,
         save_states=save_states,
         hardware_fp8=hardware_fp8,
-        tuning=tuning or Tuning(),
+        tuning=tuning,
+        **more,
     )
     out, grads, do, dfinal = run_kernels(given, options)
     names = ["q", "k", "v", "g", "beta"] + (["initial_state"] if given.initial_state is not None else [])

@@ -18,7 +18,8 @@ import triton.language as tl
 from kernel_checks import check, run_both
 
 from jlaqat.kernels import intra_chunk, pipeline, rounding
-from jlaqat.kernels.call import Inputs, Options, Tuning
+from jlaqat.kernels.call import Inputs, Options
+from jlaqat.kernels.tuning import Knobs, Tuning
 from jlaqat.spec import DeltaQuant, QuantSpec
 from jlaqat.torch_bridge.run import poisoned_run
 
@@ -27,7 +28,7 @@ FP8 = DeltaQuant(state=QuantSpec.fp8(block_v=16), w=QuantSpec.fp8())
 FP8_WIDE = DeltaQuant(state=QuantSpec.fp8())
 INT8 = DeltaQuant(state=QuantSpec.int8(block_v=32))
 
-NARROW = Tuning(state_width=16)
+NARROW = Tuning(state=Knobs(bv=16), reverse=Knobs(bv=16))
 SPLIT = Tuning(split_output=True)
 
 

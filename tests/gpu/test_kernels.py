@@ -5,7 +5,8 @@ import pytest
 import torch
 from kernel_checks import cast, check, run_both, run_kernels
 
-from jlaqat.kernels.call import Options, Tuning
+from jlaqat.kernels.call import Options
+from jlaqat.kernels.tuning import Tuning
 from jlaqat.spec import DeltaQuant, QuantSpec
 
 DEVICE = "cuda"
@@ -38,7 +39,7 @@ CASES = {
     "gdn-v512": (dict(b=1, dv=512), False, STATE, BF16, 1),
     "gdn-block16": ({}, False, DeltaQuant(state=QuantSpec.fp8(block_v=16)), BF16, 1),
     "gdn-block128": ({}, False, DeltaQuant(state=QuantSpec.fp8(block_v=128)), BF16, 1),
-    "gdn-no-decay": (dict(g_mean=0.0), False, FP8, BF16, 1),
+    "gdn-no-decay": (dict(g_mean=0.0), False, STATE, BF16, 1),
     "kda-strong-decay": (dict(g_mean=-5.0, t=192), True, FP8, BF16, 1),
     "gdn-beta2": (dict(beta_max=2.0), False, PLAIN, BF16, 2),
 }

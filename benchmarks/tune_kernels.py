@@ -1,0 +1,205 @@
+"""Times every kernel of the pipeline under a set of launch parameters, on one GPU.
+
+    python3 benchmarks/tune_kernels.py $OUT/tune.json       about 3 minutes on 16 cores and an H200
+
+Processes first compile the variants side by side (Triton's cache on disk is shared), then one process times them,
+kernel by kernel, from CUDA graphs. The table printed last has the best parameters for each kernel and shape.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import itertools
+import json
+import multiprocessing
+import sys
+import time
+
+import torch
+import triton
+
+from jlaqat.kernels import pipeline
+from jlaqat.kernels.call import Inputs, Options
+from jlaqat.kernels.tuning import FOLDER, Knobs, Tuning, shape_class
+from jlaqat.spec import DeltaQuant, QuantSpec
+from jlaqat.torch_bridge.run import torch_run
+
+QUANTS = {
+    "plain": DeltaQuant(),
+    "state+w fp8": DeltaQuant(state=QuantSpec.fp8(), w=QuantSpec.fp8()),
+}
+SHAPES = [(1, 8192, 16), (8, 4096, 16)]
+CHOICES = {
+    "intra": [Knobs(4, 1, bv=128), Knobs(8, 1, bv=128), Knobs(4, 1, 32, 128), Knobs(8, 1, 32, 128)],
+    "recompute": [Knobs(4, 2, bv=128), Knobs(4, 2), Knobs(4, 1, bv=128), Knobs(8, 1, bv=128)],
+    "state": [Knobs(4, 3), Knobs(4, 2), Knobs(4, 1), Knobs(4, 3, bv=16)],
+    "reverse": [Knobs(4, 3), Knobs(4, 1), Knobs(8, 3), Knobs(4, 3, bv=16)],
+    "output_backward": [Knobs(4, 2), Knobs(4, 1), Knobs(8, 1), Knobs(4, 1, 32, 64)],
+    "intra_backward": [Knobs(4, 1), Knobs(4, 2, 64, 128), Knobs(8, 1), Knobs(4, 1, 32, 64)],
+}
+
+
+def tunings() -> list[Tuning]:
+    """Variant i takes every kernel's i-th choice: kernels do not depend on each other's."""
+    longest = max(map(len, CHOICES.values()))
+    return [Tuning(**{k: c[i % len(c)] for k, c in CHOICES.items()}) for i in range(longest)]
+
+
+def make_inputs(b, t, h, kda, hv=None, dim=128) -> Inputs:
+    hv = hv or h
+    gen = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=gen, device="cuda")
+
+    def unit(x):
+        return torch.nn.functional.normalize(x, dim=-1)
+
+    g = -0.05 * (normal(b, t, hv, dim) if kda else normal(b, t, hv)).abs()
+    beta = torch.sigmoid(normal(b, t, hv))
+    q, k, v = unit(normal(b, t, h, dim)), unit(normal(b, t, h, dim)), normal(b, t, hv, dim)
+    return Inputs(q.bfloat16(), k.bfloat16(), v.bfloat16(), g, beta.bfloat16())
+
+
+class Recorder:
+    """Runs launches and remembers them."""
+
+    def __init__(self):
+        self.launches = []
+
+    def __call__(self, launch):
+        outputs = torch_run(launch)
+        self.launches.append((launch, dict(outputs)))
+        return outputs
+
+
+def run_once(run, inputs, quant, tuning, merge=None):
+    options = Options(scale=128**-0.5, quant=quant, hardware_fp8=True, tuning=tuning, merge_precision=merge)
+    out = pipeline.forward(run, inputs, options)
+    do, dfinal = torch.randn_like(out.o), torch.zeros_like(out.final_state)
+    return out, pipeline.backward(run, inputs, out.residuals, do, dfinal, options)
+
+
+def compile_variant(job):
+    kda, quant, tuning, merge = job
+    try:
+        run_once(torch_run, make_inputs(1, 1024, 1, kda), QUANTS[quant], tuning, merge)
+        # Grids and batch sizes change no kernel; the heads do.
+        run_once(torch_run, make_inputs(1, 1024, 16, kda), QUANTS[quant], tuning, merge)
+        torch.cuda.synchronize()
+        return None
+    except Exception as error:  # a variant that does not fit the GPU is left out of the table
+        return f"{type(error).__name__}: {str(error)[:200]}"
+
+
+def time_launch(launch, outputs, repeats=5):
+    """Milliseconds, the best of a few replays of a CUDA graph with `repeats` launches."""
+    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": True}
+
+    def go():
+        launch.kernel[(launch.grid,)](**launch.inputs, **outputs, **launch.constants, **options)
+
+    go()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(repeats):
+            go()
+    best = float("inf")
+    for _ in range(4):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        best = min(best, start.elapsed_time(end) / repeats)
+    return best
+
+
+KERNELS = {  # kernel: its name in Tuning
+    "intra_chunk_forward": "intra",
+    "wy_recompute": "recompute",
+    "chunk_state_forward": "state",
+    "chunk_state_backward": "reverse",
+    "chunk_output_backward": "output_backward",
+    "intra_chunk_backward": "intra_backward",
+}
+
+
+def best_tunings(rows: list[dict]) -> dict:
+    """{gate: {"plain" or "rounded": {shape class: {kernel: knobs}}}}, the fastest of each."""
+    table: dict = {}
+    for row in sorted(rows, key=lambda r: -r["ms"]):  # the fastest comes last and stays
+        b, t, h = map(int, row["shape"].split("x"))
+        rounded = "plain" if row["quant"] == "plain" else "rounded"
+        kernels = table.setdefault(row["gate"], {}).setdefault(rounded, {}).setdefault(shape_class(b * h * 2), {})
+        knobs = [row["warps"], row["stages"], row.get("BKI", row["BK"]), row["BV"]]
+        if row["kernel"] in KERNELS and row.get("WRITE_O", True):
+            kernels[KERNELS[row["kernel"]]] = knobs
+    return table
+
+
+def main(path: str) -> None:
+    began = time.time()
+    jobs = [(kda, quant, tuning, None) for tuning, kda, quant in itertools.product(tunings(), (True, False), QUANTS)]
+    split = tunings()[1]._replace(split_output=True)
+    jobs += [(kda, "state+w fp8", split, None) for kda in (True, False)]
+    with concurrent.futures.ProcessPoolExecutor(15, multiprocessing.get_context("spawn")) as pool:
+        errors = list(pool.map(compile_variant, jobs))
+    for job, error in zip(jobs, errors, strict=True):
+        if error:
+            print("left out:", job[:2], error)
+    print(f"compiled in {time.time() - began:.0f} s", flush=True)
+
+    rows, seen = [], set()
+    for (b, t, h), (job, error) in itertools.product(SHAPES, zip(jobs, errors, strict=True)):
+        if error:
+            continue
+        kda, quant, tuning, merge = job
+        recorder = Recorder()
+        inputs = make_inputs(b, t, h, kda)
+        run_once(recorder, inputs, QUANTS[quant], tuning, merge)
+        for launch, outputs in recorder.launches:
+            width = {n: launch.constants[n] for n in ("BK", "BKI", "BV", "WRITE_O") if n in launch.constants}
+            key = (b, t, h, kda, quant, launch.name, launch.num_warps, launch.num_stages, *width.values())
+            if key in seen:
+                continue
+            seen.add(key)
+            rows.append(
+                {
+                    "shape": f"{b}x{t}x{h}",
+                    "gate": "kda" if kda else "gdn",
+                    "quant": quant,
+                    "kernel": launch.name.removesuffix("_kernel"),
+                    "warps": launch.num_warps,
+                    "stages": launch.num_stages,
+                    **width,
+                    "ms": round(time_launch(launch, outputs), 4),
+                }
+            )
+        del recorder
+    about = {"machine": torch.cuda.get_device_name(), "triton": triton.__version__, "torch": torch.__version__}
+    with open(path, "w") as f:
+        json.dump({**about, "rows": rows}, f, indent=1)
+    major, minor = torch.cuda.get_device_capability()
+    FOLDER.mkdir(exist_ok=True)
+    with open(FOLDER / f"sm{major}{minor}.json", "w") as f:
+        json.dump({**about, "tunings": best_tunings(rows)}, f, indent=1)
+    groups = collections.defaultdict(list)
+    for row in rows:
+        groups[row["shape"], row["gate"], row["quant"], row["kernel"]].append(row)
+    for key, group in groups.items():
+        group.sort(key=lambda r: r["ms"])
+        told = (
+            f"{r['ms']:.3f} ({r['warps']},{r['stages']},{r.get('BKI', r['BK'])},{r['BV']}"
+            + ("" if r.get("WRITE_O", True) else ",split")
+            + ")"
+            for r in group
+        )
+        print(*key, "|", *told)
+    print(f"{time.time() - began:.0f} s")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

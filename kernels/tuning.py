@@ -1,0 +1,54 @@
+"""Launch parameters by kernel, from tables that `benchmarks/tune_kernels.py` writes: tuned/sm90.json and so on.
+
+A table has a set of parameters for each gate, for calls that round the state and calls that do not, and for two classes
+of shapes: "many", whose state scan has at least one program a multiprocessor, and "few". Nothing is tuned while a
+program runs: an architecture without a table takes the defaults of `Tuning`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import pathlib
+from typing import NamedTuple
+
+FOLDER = pathlib.Path(__file__).parent / "tuned"
+ENOUGH_PROGRAMS = 132  # multiprocessors of an H100 or H200
+
+
+class Knobs(NamedTuple):
+    """Launch parameters of one kernel: they change its speed, and no bit of a rounded state."""
+
+    warps: int = 4
+    stages: int = 2
+    bk: int = 64  # columns over K of an inner block, where a kernel cuts K
+    bv: int = 64  # columns over V of an inner block; of a program, in the scans
+
+
+class Tuning(NamedTuple):
+    """Launch parameters by kernel. split_output: states and v' to memory, and the output from a second kernel."""
+
+    intra: Knobs = Knobs(8, 1)
+    recompute: Knobs = Knobs(8, 1)
+    state: Knobs = Knobs(4, 2)  # where the state is rounded, bv is the recipe's block_v instead
+    reverse: Knobs = Knobs(4, 2, bv=32)
+    output: Knobs = Knobs()
+    output_backward: Knobs = Knobs(8, 1)
+    intra_backward: Knobs = Knobs(8, 1)
+    split_output: bool = False
+
+
+def shape_class(programs: int) -> str:
+    """programs: sequences x value heads x 64-wide tiles over V."""
+    return "many" if programs >= ENOUGH_PROGRAMS else "few"
+
+
+@functools.cache
+def choose(architecture: int, gate: str, rounded: bool, size: str) -> Tuning:
+    """The tuned parameters of a gate ("gdn", "kda") and a shape class, or the defaults."""
+    path = FOLDER / f"sm{architecture}.json"
+    if not path.exists():
+        return Tuning()
+    table = json.loads(path.read_text())["tunings"]
+    chosen = table[gate]["rounded" if rounded else "plain"][size]
+    return Tuning(**{kernel: Knobs(*knobs) for kernel, knobs in chosen.items()})

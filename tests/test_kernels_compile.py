@@ -1,0 +1,113 @@
+"""The kernels compiled ahead of time, without a GPU, for every architecture: they build, and they fit.
+
+The variants here are a small pairwise set. `python -m jlaqat.kernels.aot` compiles more of them, at full width.
+"""
+
+import pytest
+
+pytest.importorskip("triton")
+
+from jlaqat.kernels import pipeline
+from jlaqat.kernels.aot import CompileRun, compile_pipeline
+from jlaqat.kernels.call import SHARED_MEMORY, Inputs, Options, UnsupportedByKernels, options_for
+from jlaqat.kernels.chunk_output import group_sum_kernel
+from jlaqat.kernels.launch import Buffer, Launch
+from jlaqat.kernels.tuning import Tuning, choose
+from jlaqat.spec import DeltaQuant, QuantSpec
+
+FP8 = DeltaQuant(state=QuantSpec.fp8(block_v=16), w=QuantSpec.fp8())
+INT8 = DeltaQuant(state=QuantSpec.int8(block_v=32))
+
+# Triton 3.7 cannot compile the rounded scan for SM100 (3.9 can), so SM100 stands here without rounding.
+# architecture: gate, dtype, quant, K, V, heads of q and of v, packed, launch parameters
+VARIANTS = {
+    80: ("gdn", "bfloat16", FP8, 32, 16, (1, 2), True, None),
+    89: ("kda", "float16", INT8, 20, 36, (2, 2), False, None),
+    90: ("kda", "bfloat16", FP8, 32, 32, (1, 1), False, None),
+    100: ("gdn", "float32", DeltaQuant(), 16, 32, (1, 2), False, Tuning(split_output=True)),
+    120: ("gdn", "bfloat16", INT8, 64, 64, (1, 1), True, None),
+}
+
+
+@pytest.mark.parametrize("architecture", VARIANTS)
+def test_every_kernel_compiles_and_fits(architecture):
+    gate, dtype, quant, k, v, heads, packed, tuning = VARIANTS[architecture]
+    report = compile_pipeline(
+        architecture, gate, dtype, quant, key_dim=k, value_dim=v, heads=heads, packed=packed, tuning=tuning
+    )
+    names = {r.name for r in report}
+    assert {"intra_chunk_forward", "chunk_state_forward", "wy_recompute", "chunk_state_backward"} <= names
+    assert {"chunk_output_backward", "intra_chunk_backward"} <= names
+    assert ("chunk_index" in names) == packed
+    assert ("group_sum" in names) == (heads[0] != heads[1])
+    for kernel in report:
+        assert kernel.shared <= SHARED_MEMORY[architecture] * 1024, kernel
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gate", ["gdn", "kda"])
+def test_tuned_variants_spill_little_on_sm90(gate):
+    """Stack bytes a thread of the tuned kernels at K = V = 128 stay within what was there when they were timed."""
+    quant = DeltaQuant(state=QuantSpec.fp8(), w=QuantSpec.fp8())
+    report = compile_pipeline(90, gate, "bfloat16", quant, key_dim=128, value_dim=128, heads=(16, 16), batch=8)
+    budget = {"gdn": 256, "kda": 512}[gate]
+    assert all(kernel.stack <= budget for kernel in report), [(k.name, k.stack) for k in report]
+
+
+def test_hardware_e4m3_does_not_exist_below_sm89():
+    """Options pick the arithmetic path there; asking for the hardware one is a compile error, not a wrong number."""
+    assert not options_for(80, scale=1.0).hardware_fp8 and options_for(89, scale=1.0).hardware_fp8
+
+
+def test_launch_names_are_checked():
+    operands = dict(inputs={"p_x": None}, outputs={"p_y": Buffer((1, 1, 16), "float32")})
+    constants = {"ROWS": 1, "H": 1, "HV": 1, "K": 16, "BLOCK": 16, "BK": 16}
+    Launch(kernel=group_sum_kernel, grid=1, **operands, constants=constants)
+    with pytest.raises(TypeError, match=r"missing \['BLOCK'\], unknown \['BLOK'\]"):
+        wrong = {("BLOK" if name == "BLOCK" else name): value for name, value in constants.items()}
+        Launch(kernel=group_sum_kernel, grid=1, **operands, constants=wrong)
+    with pytest.raises(TypeError, match=r"given twice \['p_x'\]"):
+        Launch(kernel=group_sum_kernel, grid=1, **operands, constants=constants | {"p_x": 1})
+
+
+@pytest.mark.parametrize(
+    "quant, words",
+    [
+        (DeltaQuant(state=QuantSpec.int4()), "format='int4'"),
+        (DeltaQuant(state=QuantSpec.fp8(granularity="head")), "granularity='head'"),
+        (DeltaQuant(state=QuantSpec.fp8(rounding="stochastic")), "rounding='stochastic'"),
+        (DeltaQuant(state=QuantSpec.fp8(cadence=1)), "cadence=1"),
+        (DeltaQuant(w=QuantSpec.int8()), "round w with format='int8'"),
+    ],
+)
+def test_what_the_kernels_do_not_do_is_refused(quant, words):
+    inputs = fake_inputs()
+    with pytest.raises(UnsupportedByKernels, match=words) as caught:
+        pipeline.forward(CompileRun(90, []), inputs, Options(scale=1.0, quant=quant))
+    assert "backend='xla'" in str(caught.value)
+
+
+def test_shapes_and_dtypes_are_checked_before_any_launch():
+    inputs = fake_inputs()
+    run, options = CompileRun(90, []), Options(scale=1.0)
+    with pytest.raises(ValueError, match="beta has shape"):
+        pipeline.forward(run, inputs._replace(beta=inputs.q), options)
+    with pytest.raises(ValueError, match="g must be float32, given bfloat16"):
+        pipeline.forward(run, inputs._replace(g=inputs.beta), options)
+    with pytest.raises(UnsupportedByKernels, match="K=8, V=32"):
+        pipeline.forward(run, fake_inputs(key_dim=8), options)
+    assert run.report == []
+
+
+def fake_inputs(key_dim=32) -> Inputs:
+    from jlaqat.kernels.aot import FakeArray
+
+    q, v = FakeArray((1, 64, 1, key_dim), "bfloat16"), FakeArray((1, 64, 1, 32), "bfloat16")
+    return Inputs(q, q, v, FakeArray((1, 64, 1), "float32"), FakeArray((1, 64, 1), "bfloat16"))
+
+
+@pytest.mark.parametrize("gate", ["gdn", "kda"])
+def test_tuned_table_is_read_and_unseen_architectures_take_the_defaults(gate):
+    tuned = {size: choose(90, gate, True, size) for size in ("few", "many")}
+    assert tuned["few"].reverse != tuned["many"].reverse  # few heads take narrower programs
+    assert choose(61, gate, True, "many") == Tuning()
