@@ -26,6 +26,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from flax import nnx
 from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint.checkpoint_managers import preservation_policy as policies
 
 from jlaqat.checkpoint_quantizers import recreate_quantizers
@@ -249,7 +250,8 @@ class Checkpointer:
         for item, tree in (("params", params), ("variables", variables)):
             nnx.update(model, like(tree, read_arrays(path / item, tree_of(tree))))
         arrays = tree_of(quantizer_state)
-        read = read_arrays(path / "quantizers", {source: arrays[name] for name, source in sources.items()})
+        templates = {source: _beside(params, arrays[name]) for name, source in sources.items()}
+        read = read_arrays(path / "quantizers", templates)
         arrays |= {name: read[source] for name, source in sources.items()}
         nnx.update(model, like(quantizer_state, arrays))
         if opt_state is not None:
@@ -330,6 +332,15 @@ class Checkpointer:
     def _remove_doomed(self) -> None:
         if jax.process_index() == 0:
             shutil.rmtree(self.directory / _DOOMED, ignore_errors=True)
+
+
+def _beside(params: nnx.State, array: Any) -> Any:
+    """A template for a quantizer's array on all devices of the parameters; a restored scale has no place of its own."""
+    for leaf in jax.tree.leaves(params):
+        if isinstance(sharding := getattr(leaf, "sharding", None), NamedSharding):
+            whole = NamedSharding(sharding.mesh, PartitionSpec())
+            return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=whole)
+    return array
 
 
 def _read_json(path: Path) -> Any:

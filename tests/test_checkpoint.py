@@ -22,6 +22,7 @@ from jlaqat.layers import GatedDeltaNet
 from jlaqat.naming import named_leaves
 from jlaqat.quantizers import QuantizerVariable, find_quantizers, quantize, strip_quantizers
 
+pytestmark = pytest.mark.usefixtures("compile_quickly")
 FP8 = [{"quantizer_name": "*state_quantizer", "cfg": {"num_bits": "e4m3"}}]
 INT8 = [{"quantizer_name": "*state_quantizer", "cfg": {"num_bits": 8, "narrow_range": True}}]
 STATIC = [{"quantizer_name": "*state_quantizer", "cfg": {"num_bits": "e4m3", "type": "static"}}]
@@ -392,6 +393,16 @@ def test_restores_onto_other_numbers_of_devices(tmp_path):
     assert_same(values(four), values(source))
     kernel = four.head.kernel.get_value()
     assert len(kernel.sharding.device_set) == 4 and kernel.sharding.spec == PartitionSpec("data")
+
+
+def test_static_scales_land_on_the_devices_of_the_parameters(tmp_path):
+    source = Model(1, quant=STATIC)
+    for q in find_quantizers(source).values():
+        q.amax = QuantizerVariable(jnp.full(q.scale_shape, 1.5)) if q.enabled else None
+    model = sharded(Model(quant=STATIC), 4)
+    restore(saved(tmp_path, source), model)
+    amax = find_quantizers(model)["layers.0.gdn_state_quantizer"].amax.get_value()
+    assert len(amax.sharding.device_set) == 4 and float(amax.max()) == 1.5
 
 
 # ------------------------------------------------------------------ exports
