@@ -272,15 +272,16 @@ def recovery(scores: list[dict[str, Any]], setting: Setting) -> dict[str, Any]:
     """Share of the loss by rounding that each arm wins back, from the means: (ptq − arm)/(ptq − float32).
 
     1: as good as float32 without rounding; 0: nothing; below 0: worse than no further training. None where rounding
-    costs less than the seeds' spread, so that a share would be a ratio of noises.
+    costs less than the seeds' spread: a share would be a ratio of noises, and float32 training alone moves more.
     """
     by_arm = {s["arm"]: s for s in scores if s["setting"] in (None, setting.name)}
     ptq, base = by_arm["ptq"], by_arm["float32"]
     cost = ptq["mean"] - base["mean"]
-    # The same weights make both, so the spread that matters is of the difference.
+    # The same weights make both, so the cost's own spread is that of the differences.
     differences = [a - b for a, b in zip(ptq["scores"], base["scores"])]
-    spread = statistics.stdev(differences) if len(differences) > 1 else 0.0
-    clear = abs(cost) > 2 * spread and cost != 0
+    several = len(differences) > 1
+    spread = statistics.stdev(differences) if several else 0.0
+    clear = cost != 0 and abs(cost) > max(2 * spread, statistics.stdev(base["scores"]) if several else 0.0)
     return {
         "setting": setting.name,
         "cost": cost,

@@ -40,24 +40,25 @@ def study_table(record: dict[str, Any]) -> Table:
     """Settings down, arms across: mean ± standard deviation over seeds, and the share of rounding's cost won back."""
     better = "lower" if record["score"]["lower_is_better"] else "higher"
     config, count = record["config"], len(record["seeds"])
+    scored = [s["trained_cadence"] for s in record["settings"] if s["cadence"] != s["trained_cadence"]]
     table = Table(
         title=(
             f"{config['data']['task']}: held-out {score_title(record)}, {better} is better; "
             f"mean ± std of {count} seed{'s' if count > 1 else ''}"
         ),
-        caption="won back: share of rounding's cost, (PTQ − arm)/(PTQ − float32); –: cost within its spread over seeds",
+        caption=(
+            "won back: share of rounding's cost, (PTQ − arm)/(PTQ − float32); –: cost within the spread over seeds"
+            + (f"\n* only scored: QAT was trained for cadence {scored[0]}" if scored else "")
+        ),
         title_justify="left",
         caption_justify="left",
     )
-    table.add_column("state rounded")
-    for arm in _TITLES.values():
-        table.add_column(arm, justify="right")
-    table.add_column("QAT won back", justify="right")
-    table.add_column("control won back", justify="right")
+    for title in ("state rounded", *_TITLES.values(), "QAT\nwon back", "control\nwon back"):
+        table.add_column(title, justify="left" if title == "state rounded" else "right", no_wrap=True)
     for setting, shares in zip(record["settings"], record["recovery"]):
         title = setting["title"]
         if setting["cadence"] != setting["trained_cadence"]:
-            title += f" (QAT at {setting['trained_cadence']})"
+            title += " *"
         cells = [_cell(_score(record, arm, setting["name"])) for arm in _TITLES]
         won = ["–" if shares[arm] is None else f"{shares[arm]:.0%}" for arm in ("qat", "control")]
         table.add_row(title, *cells, *won)

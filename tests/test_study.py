@@ -149,7 +149,8 @@ def test_report_reads_the_record_alone(study, capsys):
         "QAT",
         "control",
         "NVFP4 every token",
-        "NVFP4 every 64 tokens (QAT at 1)",
+        "NVFP4 every 64 tokens *",
+        "trained for cadence 1",
         "last bit",
         "2 seeds",
     ):
