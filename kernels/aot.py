@@ -75,6 +75,8 @@ class CompileRun:
         for i, name in enumerate(launch.kernel.arg_names):
             if name in constexprs:
                 signature[name], constants[name] = "constexpr", launch.constants[name]
+            elif launch.constants.get(name) == 1 and not isinstance(launch.constants[name], float):
+                signature[name], constants[name] = "constexpr", 1  # as Triton and jax-triton specialize
             elif name in launch.constants:
                 value = launch.constants[name]
                 signature[name] = "fp32" if isinstance(value, float) else "i32"
@@ -121,12 +123,13 @@ def compile_pipeline(
     value_dim: int,
     heads: tuple[int, int],
     batch: int = 1,
+    tokens: int = 4096,
     packed: bool = False,
     tuning: Tuning | None = None,
 ) -> list[Compiled]:
     """Compiles every kernel of a forward and a backward. heads: of q and k, and of v."""
     h, hv = heads
-    n, b, t = (5, 1, 4096) if packed else (batch, batch, 4096)
+    n, b, t = (5, 1, tokens) if packed else (batch, batch, tokens)
     q, v = FakeArray((b, t, h, key_dim), dtype), FakeArray((b, t, hv, value_dim), dtype)
     g = FakeArray((b, t, hv, key_dim) if gate == "kda" else (b, t, hv), "float32")
     state = FakeArray((n, hv, key_dim, value_dim), "float32")
