@@ -20,7 +20,7 @@ test-slow: setup-test  ## the tests marked slow
 	$(CPU) $(PY) -m pytest -q -n $(WORKERS) --dist worksteal -m slow
 
 test-gpu: setup-test  ## the tests that need an NVIDIA GPU
-	$(PY) -m pytest -q tests/gpu
+	env JAX_PLATFORMS=cuda $(PY) -m pytest -q tests/gpu
 
 lint: setup-test  ## style, import order and types
 	.venv/bin/ruff check .
