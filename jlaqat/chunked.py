@@ -26,7 +26,10 @@ from jlaqat.pairs import (
     pair_products_backward,
     per_key_head,
     per_value_head,
+    product,
     strictly_lower,
+    total,
+    total_rows,
     unit_lower_inverse,
 )
 from jlaqat.shards import vary_over, varying_axes
@@ -137,15 +140,16 @@ def backward(quant: DeltaQuant, scale: float, residuals: Residuals, cotangents: 
 
     decay = jnp.exp(G)
     heads, value_heads = k.shape[-3], v.shape[-3]
-    k_z = per_value_head(k, value_heads) * decay * z
-    dbeta = dbeta + (y * v).sum(-1) + k_z.sum(-1)
-    dq = dq + per_key_head(scale * decay * dq_d, heads)
-    dk = dk + per_key_head(jnp.exp(G[..., -1:, :] - G) * dk_d + beta[..., None] * decay * z, heads)
-    k_flow = decayed.k * dk_d
-    at_last = (decayed.last * S * dS).sum(-1) + k_flow.sum(-2)  # [..., K]
-    flow = decayed.q * dq_d - k_flow + beta[..., None] * k_z
+    k_z = product(per_value_head(k, value_heads) * decay, z)
+    dbeta = dbeta + total(product(y, v)) + total(k_z)
+    dq = dq + per_key_head(product(scale * decay, dq_d), heads)
+    dk_from_states = product(jnp.exp(G[..., -1:, :] - G), dk_d) + product(beta[..., None] * decay, z)
+    dk = dk + per_key_head(dk_from_states, heads)
+    k_flow = product(decayed.k, dk_d)
+    at_last = total(product(decayed.last * S, dS)) + total_rows(k_flow)  # [..., K]
+    flow = product(decayed.q, dq_d) - k_flow + product(beta[..., None], k_z)
     if G.shape[-1] == 1:
-        flow, at_last = flow.sum(-1, keepdims=True), at_last.sum(-1, keepdims=True)
+        flow, at_last = total(flow)[..., None], total(at_last[..., None, :])
     dG = (dG + flow).at[..., -1, :].add(at_last)
     dg = jax.lax.cumsum(dG, axis=dG.ndim - 2, reverse=True)
 
@@ -184,7 +188,7 @@ def _reverse_scan(d_final, do, S, P, w, v_new, decayed, layout: Layout, quant: D
             S, v_new = leaving
             dS = sites.state_gradient(update_state(S, decayed, v_new), dS, place, quant, arrays)
         dv_new = dv_local + matmul("bhck,bhkv->bhcv", decayed.k, dS)
-        dS_previous = decayed.last * dS + dS_local - matmul("bhck,bhcv->bhkv", w, dv_new)
+        dS_previous = product(decayed.last, dS) + dS_local - matmul("bhck,bhcv->bhkv", w, dv_new)
         return states.write(carry, dS_previous, place.sequence), (dv_new, dS)
 
     scanned = (layout.state_place, dv_local, dS_local, decayed, w, (S, v_new) if clips else None)
@@ -235,4 +239,4 @@ def initial_states(inputs: Inputs, num_sequences: int, quant: DeltaQuant, arrays
 
 def update_state(S: Array, decayed: Decayed, v_new: Array) -> Array:
     """The state after a chunk, before its rounding."""
-    return decayed.last * S + matmul("...ck,...cv->...kv", decayed.k, v_new)
+    return product(decayed.last, S) + matmul("...ck,...cv->...kv", decayed.k, v_new)

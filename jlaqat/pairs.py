@@ -27,6 +27,26 @@ def matmul(subscripts: str, x: Array, y: Array) -> Array:
     return jnp.einsum(subscripts, x, y, precision=jax.lax.Precision.HIGHEST)
 
 
+def product(x: Array | float, y: Array) -> Array:
+    """x·y, rounded before anything is added to it. What is not finite becomes NaN.
+
+    Left alone, the compiler contracts a product with an addition that follows where that suits the shapes at hand: a
+    shard's bits would differ from the whole's, and a backward's from its forward's. It leaves a select alone.
+    """
+    z = x * y
+    return jnp.where(jnp.isfinite(z), z, jnp.nan)
+
+
+def total(x: Array) -> Array:
+    """Sum over the last axis by one matrix product a head: a reduction's order depends on the other axes' sizes."""
+    return matmul("...ck,...k->...c", x, jnp.ones((*x.shape[:-2], x.shape[-1]), x.dtype))
+
+
+def total_rows(x: Array) -> Array:
+    """Sum over the last axis but one, in an order of its own as well."""
+    return matmul("...ik,...i->...k", x, jnp.ones(x.shape[:-1], x.dtype))
+
+
 def per_value_head(x: Array, num_value_heads: int, axis: int = -3) -> Array:
     """Repeat each key head for the value heads that read it. Feed it to elementwise work, which never stores it."""
     axis %= x.ndim
@@ -84,13 +104,13 @@ def _pair_decay(G: Array) -> Array:
 def _gdn_backward(q, k, G, beta, scale, dA, dP):
     """One decay a pair: all is [C, C] products, summed over the value heads of a key head before K appears."""
     decay, (heads, value_heads) = _pair_decay(G), (k.shape[-3], beta.shape[-2])
-    dP_decayed, dA_decayed = scale * dP * decay, dA * decay
+    dP_decayed, dA_decayed = product(scale * dP, decay), product(dA, decay)
     qk = per_value_head(matmul("...ik,...jk->...ij", q, k), value_heads)
     kk = per_value_head(matmul("...ik,...jk->...ij", k, k), value_heads)
-    dbeta = (dA_decayed * kk).sum(-1)
-    dA_decayed = beta[..., None] * dA_decayed
-    flow = dP_decayed * qk + dA_decayed * kk  # dM∘M: what each pair's exponent receives
-    dG = (flow.sum(-1) - flow.sum(-2))[..., None]
+    dbeta = total(product(dA_decayed, kk))
+    dA_decayed = product(beta[..., None], dA_decayed)
+    flow = product(dP_decayed, qk) + product(dA_decayed, kk)  # dM∘M: what each pair's exponent receives
+    dG = (total(flow) - total_rows(flow))[..., None]
     dP_k, dA_k = per_key_head(dP_decayed, heads), per_key_head(dA_decayed, heads)
     dq = matmul("...ij,...jk->...ik", dP_k, k)
     dk = matmul("...ij,...jk->...ik", dA_k + dA_k.swapaxes(-1, -2), k) + matmul("...ji,...jk->...ik", dP_k, q)
@@ -100,7 +120,7 @@ def _gdn_backward(q, k, G, beta, scale, dA, dP):
 def _kda_products(q: Array, k: Array, G: Array, beta: Array, scale: float) -> tuple[Array, Array]:
     row_q, row_k, columns = _kda_operands(q, k, beta, scale)
     decayed = _blocks(columns, QUARTERS[-1])[..., None, :, :] * _exact_decay(G)
-    P, A = ((_blocks(row, QUARTERS[-1])[..., :, None, :] * decayed).sum(-1) for row in (row_q, row_k))
+    P, A = (product(_blocks(row, QUARTERS[-1])[..., :, None, :], decayed).sum(-1) for row in (row_q, row_k))
     for size in reversed(QUARTERS):
         row_decay, column_decay = _anchored_decay(G, size)
         rows = jnp.concatenate([_later(row_q, size), _later(row_k, size)], axis=-2) * _twice(row_decay)
@@ -119,20 +139,24 @@ def _kda_backward(q, k, G, beta, scale, dA, dP):
         row_decay, column_decay = _anchored_decay(G, size)
         rows = jnp.concatenate([_later(row_q, size), _later(row_k, size)], axis=-2) * _twice(row_decay)
         drows = matmul("...ij,...jk->...ik", before, _earlier(columns, size) * column_decay)
-        d = d + _from_later(row_decay * drows[..., :size, :], columns.shape)
-        r = r + _from_later(row_decay * drows[..., size:, :], columns.shape)
-        c = c + _from_earlier(column_decay * matmul("...ij,...ik->...jk", before, rows), columns.shape)
+        d = d + _from_later(product(row_decay, drows[..., :size, :]), columns.shape)
+        r = r + _from_later(product(row_decay, drows[..., size:, :]), columns.shape)
+        dcolumns = product(column_decay, matmul("...ij,...ik->...jk", before, rows))
+        c = c + _from_earlier(dcolumns, columns.shape)
 
     decay, size = _exact_decay(G), QUARTERS[-1]
     decayed = _blocks(columns, size)[..., None, :, :] * decay
-    d = d + (dP[..., None] * decayed).sum(-2).reshape(columns.shape)
-    r = r + (dA[..., None] * decayed).sum(-2).reshape(columns.shape)
-    into_q, into_k = (M[..., None] * _blocks(row, size)[..., :, None, :] for M, row in ((dP, row_q), (dA, row_k)))
-    c = c + ((into_q + into_k) * decay).sum(-3).reshape(columns.shape)
+    d = d + product(dP[..., None], decayed).sum(-2).reshape(columns.shape)
+    r = r + product(dA[..., None], decayed).sum(-2).reshape(columns.shape)
+    into_q, into_k = (
+        product(M[..., None], _blocks(row, size)[..., :, None, :]) for M, row in ((dP, row_q), (dA, row_k))
+    )
+    c = c + product(into_q + into_k, decay).sum(-3).reshape(columns.shape)
 
     heads = k.shape[-3]
-    dk = per_key_head(beta[..., None] * r + c, heads)
-    return per_key_head(scale * d, heads), dk, row_q * d + row_k * r - columns * c, (r * columns).sum(-1)
+    dk = per_key_head(product(beta[..., None], r) + c, heads)
+    dG = product(row_q, d) + product(row_k, r) - product(columns, c)
+    return per_key_head(product(scale, d), heads), dk, dG, total(product(r, columns))
 
 
 def _kda_operands(q: Array, k: Array, beta: Array, scale: float) -> tuple[Array, Array, Array]:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jlaqat import sites
 from jlaqat.chunked import Inputs, computation_dtype, initial_states
 from jlaqat.packing import Layout, States, from_chunks, make_layout, to_chunks
-from jlaqat.pairs import per_key_head, per_value_head
+from jlaqat.pairs import per_key_head, per_value_head, product
 from jlaqat.rounding import SiteStats, merge_stats, site_stats
 from jlaqat.spec import CHUNK_SIZE, DeltaQuant, QuantArrays
 
@@ -144,9 +144,10 @@ def _run_segment(S, rows: Rows, schedule: Schedule, quant: DeltaQuant, arrays: Q
 
     def token(S, row):
         q, k, v, decay, beta = row
-        S_decayed = decay[..., None] * S
-        error = v - (S_decayed * k[..., None]).sum(-2)
-        S_next = S_decayed + k[..., None] * (beta * error)[..., None, :]
+        # Products by themselves: the backward runs this again and must round to the same codes.
+        S_decayed = product(decay[..., None], S)
+        error = v - product(S_decayed, k[..., None]).sum(-2)
+        S_next = S_decayed + product(k[..., None], (beta * error)[..., None, :])
         return S_next, ((S_next * q[..., None]).sum(-2), S, error)
 
     def group(carry, part):

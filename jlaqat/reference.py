@@ -71,13 +71,13 @@ class Rounding(NamedTuple):
     def state(self, S: Array, index: int | Array) -> Array:
         """S [B, HV, K, V] rounded for the index-th time, the initial state being number 0."""
         if self.states is not None:
-            return S + jax.lax.stop_gradient(self.states[:, :, index] - S)
+            return S + jax.lax.stop_gradient(self.states[:, :, index].astype(S.dtype) - S)
         return sites.round_state(S, self._place(S.shape[0], index), self.quant, self.arrays)
 
     def factor(self, w: Array, position: int) -> Array:
         """w [B, HV, n, K] of the chunk whose first token is `position`, rounded."""
         if self.w is not None:
-            return w + jax.lax.stop_gradient(self.w[:, :, position : position + w.shape[2]] - w)
+            return w + jax.lax.stop_gradient(self.w[:, :, position : position + w.shape[2]].astype(w.dtype) - w)
         return sites.round_w(w, self._place(w.shape[0], position), self.quant, self.arrays)
 
     def _place(self, batch: int, index: int | Array) -> sites.Place:
