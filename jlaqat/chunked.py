@@ -81,7 +81,14 @@ class Decayed(NamedTuple):
 
 def delta_rule_chunked(inputs: Inputs, cu_seqlens: Array | None, quant: DeltaQuant, arrays: QuantArrays, scale: float):
     """(o [B, T, HV, V] in v's dtype, final_state [N, HV, K, V]). Arguments are taken as valid: see `ops.delta_rule`."""
+    if inputs.k.shape[1] == 0:
+        return no_tokens(inputs, cu_seqlens, quant, arrays)
     return _delta_rule(quant, scale, inputs, cu_seqlens, arrays)
+
+
+def no_tokens(inputs: Inputs, cu_seqlens: Array | None, quant: DeltaQuant, arrays: QuantArrays):
+    """No outputs, and the initial states, rounded."""
+    return jnp.zeros_like(inputs.v), initial_states(inputs, num_sequences(inputs, cu_seqlens), quant, arrays)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -98,7 +105,6 @@ def forward(quant: DeltaQuant, scale: float, inputs: Inputs, cu_seqlens: Array |
     decayed = decay_operands(chunks, scale)
     u, w, _ = wy_factors(X, decayed, chunks, layout, quant, arrays)
     states = States(layout.packed)
-    num_sequences = inputs.k.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
 
     def step(carry, chunk):
         place, decayed, P, u, w = chunk
@@ -109,9 +115,8 @@ def forward(quant: DeltaQuant, scale: float, inputs: Inputs, cu_seqlens: Array |
         return states.write(carry, S_next, place.sequence), (o, S)
 
     scanned = (layout.state_place, decayed, P, u, w)
-    carry, (o, entering) = jax.lax.scan(
-        step, states.start(initial_states(inputs, num_sequences, quant, arrays)), scanned
-    )
+    initial = initial_states(inputs, num_sequences(inputs, cu_seqlens), quant, arrays)
+    carry, (o, entering) = jax.lax.scan(step, states.start(initial), scanned)
     o = from_chunks(o, layout, inputs.v.shape[1]).astype(inputs.v.dtype)
     return (o, states.finish(carry)), Residuals(inputs, cu_seqlens, arrays, P, X, entering)
 
@@ -228,13 +233,17 @@ def wy_factors(X: Array, decayed: Decayed, chunks: Chunks, layout: Layout, quant
     return u, sites.round_w(w, layout.w_place, quant, arrays), w
 
 
-def initial_states(inputs: Inputs, num_sequences: int, quant: DeltaQuant, arrays: QuantArrays) -> Array:
+def num_sequences(inputs: Inputs, cu_seqlens: Array | None) -> int:
+    return inputs.k.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+
+
+def initial_states(inputs: Inputs, count: int, quant: DeltaQuant, arrays: QuantArrays) -> Array:
     """[N, HV, K, V]: what the first chunks read. Absent states are zeros, which rounding leaves alone."""
     dtype = computation_dtype(inputs.v)
     if inputs.initial_state is None:
-        zeros = jnp.zeros((num_sequences, inputs.v.shape[2], inputs.k.shape[3], inputs.v.shape[3]), dtype)
+        zeros = jnp.zeros((count, inputs.v.shape[2], inputs.k.shape[3], inputs.v.shape[3]), dtype)
         return vary_over(zeros, varying_axes(inputs.v))  # as a scan's carry must
-    return sites.round_state(inputs.initial_state.astype(dtype), sites.initial_place(num_sequences), quant, arrays)
+    return sites.round_state(inputs.initial_state.astype(dtype), sites.initial_place(count), quant, arrays)
 
 
 def update_state(S: Array, decayed: Decayed, v_new: Array) -> Array:

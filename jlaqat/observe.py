@@ -7,47 +7,64 @@ import jax
 from jlaqat import chunked, recurrent, sites
 from jlaqat.chunked import Inputs
 from jlaqat.packing import make_layout
+from jlaqat.pairs import matmul
 from jlaqat.rounding import SiteStats, empty_stats, merge_stats, site_stats
 from jlaqat.spec import CHUNK_SIZE, DeltaQuant, QuantArrays
 
 Array = jax.Array
 
 
+Stats = dict[str, SiteStats | None]
+
+
 def observe(
     inputs: Inputs, cu_seqlens: Array | None, quant: DeltaQuant, arrays: QuantArrays, scale: float
-) -> tuple[Array, Array, dict[str, SiteStats | None]]:
+) -> tuple[Array, Array, Stats]:
     """(o, final_state, {"state": …, "w": …}); None for a site that does not round."""
-    stats: dict[str, SiteStats | None] = {"state": _initial_stats(inputs, quant, arrays), "w": None}
+    if inputs.k.shape[1] == 0:
+        o, final_state = chunked.no_tokens(inputs, cu_seqlens, quant, arrays)
+        return o, final_state, _initial_stats(inputs, quant, arrays)
     if quant.state is not None and quant.state.cadence != CHUNK_SIZE:
-        (o, final_state), _, stats["state"] = recurrent.run(quant, scale, inputs, cu_seqlens, arrays, stats["state"])
-        return o, final_state, stats
-
+        initial = _initial_stats(inputs, quant, arrays)["state"]
+        (o, final_state), _, stats = recurrent.run(quant, scale, inputs, cu_seqlens, arrays, initial)
+        return o, final_state, {"state": stats, "w": None}
     (o, final_state), residuals = chunked.forward(quant, scale, inputs, cu_seqlens, arrays)
+    before, after = _initial_stats(inputs, quant, arrays), _chunk_stats(residuals, quant, scale)
+    return o, final_state, {site: _merge(before[site], after[site]) for site in before}
+
+
+def _merge(a: SiteStats | None, b: SiteStats | None) -> SiteStats | None:
+    return None if a is None or b is None else merge_stats(a, b)
+
+
+def _initial_stats(inputs: Inputs, quant: DeltaQuant, arrays: QuantArrays) -> Stats:
+    """Of what is rounded before the first token: the initial states, where they are given."""
+    sizes = dict(num_heads=inputs.v.shape[2], key_dim=inputs.k.shape[3], value_dim=inputs.v.shape[3])
+    stats: Stats = {
+        "state": None if quant.state is None else empty_stats(quant.state, "state", **sizes),
+        "w": None if quant.w is None else empty_stats(quant.w, "w", **sizes),
+    }
+    S = inputs.initial_state
+    if quant.state is not None and S is not None:
+        rounded = sites.round_state(S, sites.initial_place(S.shape[0]), quant, arrays)
+        stats["state"] = site_stats(S, quant.state, rounded, site="state", amax=arrays.state_amax)
+    return stats
+
+
+def _chunk_stats(residuals: chunked.Residuals, quant: DeltaQuant, scale: float) -> Stats:
+    """Of the states after every chunk and of w, formed again from a forward's residuals."""
+    inputs, cu_seqlens, arrays, _, X, S = residuals
     layout = make_layout(inputs.k.shape[0], inputs.k.shape[1], cu_seqlens)
     chunks = chunked.chunk_operands(inputs, layout)
     decayed = chunked.decay_operands(chunks, scale)
-    u, w, w_exact = chunked.wy_factors(residuals.X, decayed, chunks, layout, quant, arrays)
+    u, w, w_exact = chunked.wy_factors(X, decayed, chunks, layout, quant, arrays)
+    stats: Stats = {"state": None, "w": None}
     if quant.state is not None:
-        S = chunked.update_state(
-            residuals.states, decayed, u - chunked.matmul("...ck,...kv->...cv", w, residuals.states)
-        )
+        S = chunked.update_state(S, decayed, u - matmul("...ck,...kv->...cv", w, S))
         rounded = sites.round_state(S, layout.state_place, quant, arrays)
         holds = layout.valid.any(-1)[..., None, None, None]
-        new = site_stats(S, quant.state, rounded, site="state", amax=arrays.state_amax, where=holds)
-        stats["state"] = merge_stats(stats["state"], new) if stats["state"] is not None else new
+        stats["state"] = site_stats(S, quant.state, rounded, site="state", amax=arrays.state_amax, where=holds)
     if quant.w is not None:
         holds = layout.valid[:, :, None, :, None]
         stats["w"] = site_stats(w_exact, quant.w, w, site="w", amax=arrays.w_amax, where=holds)
-    return o, final_state, stats
-
-
-def _initial_stats(inputs: Inputs, quant: DeltaQuant, arrays: QuantArrays) -> SiteStats | None:
-    """Of rounding the initial states; of nothing where none are given."""
-    if quant.state is None:
-        return None
-    S = inputs.initial_state
-    if S is None:
-        shape = dict(num_heads=inputs.v.shape[2], key_dim=inputs.k.shape[3], value_dim=inputs.v.shape[3])
-        return empty_stats(quant.state, "state", **shape)
-    rounded = sites.round_state(S, sites.initial_place(S.shape[0]), quant, arrays)
-    return site_stats(S, quant.state, rounded, site="state", amax=arrays.state_amax)
+    return stats

@@ -1,4 +1,4 @@
-"""From tokens to chunks and back: [B, T, H, ...] arrays, whole or packed, to and from [n, b, H, chunk, ...].
+"""From tokens to chunks and back: [B, T, H, ...] arrays, whole or packed, to and from [n, b, H, chunk, ...]. T ≥ 1.
 
 n is the axis the state travels along and b the sequences that travel side by side: a batch has n = ceil(T / 64), b = B;
 packed sequences have b = 1 and n bounded by `max_chunks`, each sequence starting a chunk of its own. Slots that hold no
@@ -98,10 +98,7 @@ def to_chunks(x: jax.Array, layout: Layout) -> jax.Array:
     """[B, T, H, ...] → [n, b, H, chunk, ...], zeros where a slot holds no token."""
     n = layout.valid.shape[0]
     if layout.source is not None:
-        if x.shape[1] == 0:  # nothing to gather from
-            x = jnp.zeros((n, 1, CHUNK_SIZE, *x.shape[2:]), x.dtype)
-        else:
-            x = jnp.take(x[0], layout.source, axis=0, mode="fill", fill_value=0)[:, None]
+        x = jnp.take(x[0], layout.source, axis=0, mode="fill", fill_value=0)[:, None]
     else:
         padding = n * CHUNK_SIZE - x.shape[1]
         if padding:
@@ -115,8 +112,6 @@ def from_chunks(x: jax.Array, layout: Layout, num_tokens: int) -> jax.Array:
     x = jnp.moveaxis(x, 2, 3)
     if layout.slot is not None:
         x = x.reshape(-1, *x.shape[3:])
-        if x.shape[0] == 0:
-            return jnp.zeros((1, num_tokens, *x.shape[1:]), x.dtype)
         return jnp.take(x, layout.slot, axis=0, mode="fill", fill_value=0)[None]
     x = x.swapaxes(0, 1)
     return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :num_tokens]

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jlaqat import sites
-from jlaqat.chunked import Inputs, computation_dtype, initial_states
+from jlaqat.chunked import Inputs, computation_dtype, initial_states, no_tokens, num_sequences
 from jlaqat.packing import Layout, States, from_chunks, make_layout, to_chunks
 from jlaqat.pairs import per_key_head, per_value_head, product
 from jlaqat.rounding import SiteStats, merge_stats, site_stats
@@ -63,6 +63,8 @@ class Passed(NamedTuple):
 
 def delta_rule_by_token(inputs: Inputs, cu_seqlens: Array | None, quant: DeltaQuant, arrays: QuantArrays, scale: float):
     """(o [B, T, HV, V] in v's dtype, final_state [N, HV, K, V]). Arguments are taken as valid: see `ops`."""
+    if inputs.k.shape[1] == 0:
+        return no_tokens(inputs, cu_seqlens, quant, arrays)
     return _by_token(quant, scale, inputs, cu_seqlens, arrays)
 
 
@@ -96,8 +98,7 @@ def run(
         S_next, stats, passed = _run_segment(S, rows, schedule, quant, arrays, stats)
         return (states.write(carry, S_next, schedule.sequence), stats), (passed.o, S)
 
-    sequences = inputs.k.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    start = states.start(initial_states(inputs, sequences, quant, arrays))
+    start = states.start(initial_states(inputs, num_sequences(inputs, cu_seqlens), quant, arrays))
     (carry, stats), (o, entering) = jax.lax.scan(segment, (start, stats), (rows, schedule))
     o = _restore(o, layout, inputs.v)
     return (o, states.finish(carry)), Residuals(inputs, cu_seqlens, arrays, entering), stats

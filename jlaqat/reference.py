@@ -11,7 +11,7 @@ Source of the maths: arXiv 2412.06464 (GDN), arXiv 2510.26692 (KDA); the steps a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -72,13 +72,13 @@ class Rounding(NamedTuple):
         """S [B, HV, K, V] rounded for the index-th time, the initial state being number 0."""
         if self.states is not None:
             return S + jax.lax.stop_gradient(self.states[:, :, index].astype(S.dtype) - S)
-        return sites.round_state(S, self._place(S.shape[0], index), self.quant, self.arrays)
+        return _round_state(S, self._place(S.shape[0], index), self.quant, self.arrays)
 
     def factor(self, w: Array, position: int) -> Array:
         """w [B, HV, n, K] of the chunk whose first token is `position`, rounded."""
         if self.w is not None:
             return w + jax.lax.stop_gradient(self.w[:, :, position : position + w.shape[2]].astype(w.dtype) - w)
-        return sites.round_w(w, self._place(w.shape[0], position), self.quant, self.arrays)
+        return _round_w(w, self._place(w.shape[0], position), self.quant, self.arrays)
 
     def _place(self, batch: int, index: int | Array) -> sites.Place:
         sequence = self.first_sequence + jnp.arange(batch, dtype=jnp.int32)
@@ -242,7 +242,9 @@ def chunk_backward(chunk: Chunk, do: Array, dS: Array, scale: float) -> tuple[Op
     return Operands(dq, dk, dv, dg, dbeta[..., None]), dS_previous
 
 
-_chunk_backward = jax.jit(chunk_backward)  # eagerly, every one of its operations is compiled for every length
+# Run eagerly, each operation of these would be compiled by itself for every length.
+_chunk_backward = jax.jit(chunk_backward)
+_round_state, _round_w = (jax.jit(f, static_argnames="quant") for f in (sites.round_state, sites.round_w))
 
 
 def _sequence_forward(x: Operands, S: Array, scale: float, rounding: Rounding) -> tuple[Array, Array, list[Chunk]]:
@@ -308,9 +310,10 @@ def oracle(
     results; settings as for `delta_rule_chunks`.
     """
     with jax.enable_x64(True):
-        x = {name: jnp.asarray(np.asarray(a, np.float64)) for name, a in operands.items()}
+        x: dict[str, Any] = {name: jnp.asarray(np.asarray(a, np.float64)) for name, a in operands.items()}
         o, final_state = delta_rule_chunks(**x, **settings)
-        cotangents = (jnp.asarray(np.asarray(d, np.float64)) for d in (do, d_final))
-        gradients = delta_rule_chunks_backward(*cotangents, **x, **settings)
+        q, k, v, g, beta = (x.pop(name) for name in ("q", "k", "v", "g", "beta"))
+        do_, d_final_ = (jnp.asarray(np.asarray(d, np.float64)) for d in (do, d_final))
+        gradients = delta_rule_chunks_backward(do_, d_final_, q, k, v, g, beta, **x, **settings)
         names = ("q", "k", "v", "g", "beta", "initial_state")
         return np.asarray(o), np.asarray(final_state), dict(zip(names, map(np.asarray, gradients)))
