@@ -51,4 +51,4 @@ def choose(architecture: int, gate: str, rounded: bool, size: str) -> Tuning:
         return Tuning()
     table = json.loads(path.read_text())["tunings"]
     chosen = table[gate]["rounded" if rounded else "plain"][size]
-    return Tuning(**{kernel: Knobs(*knobs) for kernel, knobs in chosen.items()})
+    return Tuning()._replace(**{kernel: Knobs(*knobs) for kernel, knobs in chosen.items()})
