@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import pathlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 FOLDER = pathlib.Path(__file__).parent / "tuned"
 ENOUGH_PROGRAMS = 132  # multiprocessors of an H100 or H200
@@ -51,4 +51,5 @@ def choose(architecture: int, gate: str, rounded: bool, size: str) -> Tuning:
         return Tuning()
     table = json.loads(path.read_text())["tunings"]
     chosen = table[gate]["rounded" if rounded else "plain"][size]
-    return Tuning()._replace(**{kernel: Knobs(*knobs) for kernel, knobs in chosen.items()})
+    by_kernel: dict[str, Any] = {kernel: Knobs(*knobs) for kernel, knobs in chosen.items()}
+    return Tuning(**by_kernel)
