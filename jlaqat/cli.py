@@ -89,6 +89,8 @@ class Eval:
         from jlaqat.model import DecoderLM
         from jlaqat.quantizers import quantize
         from jlaqat.recipes import ConfigError, load_config, load_recipe
+        from jlaqat.study_config import HeadRun
+        from jlaqat.study_head import DeltaHead
         from jlaqat.training import TrainConfig
 
         folder = self.checkpoint / "checkpoints"
@@ -96,8 +98,13 @@ class Eval:
             saved = checkpointer.config(self.step)
             if saved is None:
                 raise ConfigError(f"{checkpointer.directory} holds no config; save with Checkpointer.save(config=...).")
-            config = load_config(TrainConfig, _eval_tree(saved), self.overrides)
-            model = DecoderLM(config.model, rngs=nnx.Rngs(0))
+            config: TrainConfig | HeadRun
+            if "head" in saved:  # a study's bare head
+                config = load_config(HeadRun, _eval_tree(saved), self.overrides)
+                model: nnx.Module = DeltaHead(config.head, rngs=nnx.Rngs(0))
+            else:
+                config = load_config(TrainConfig, _eval_tree(saved), self.overrides)
+                model = DecoderLM(config.model, rngs=nnx.Rngs(0))
             if self.quant not in ("saved", "none"):
                 quantize(model, load_recipe(self.quant))
             mode = "checkpoint" if self.quant == "saved" else "model"
@@ -158,8 +165,6 @@ class Summary:
         from flax import nnx
 
         from jlaqat.cli_summary import describe
-        from jlaqat.model import DecoderLM
-        from jlaqat.quantizers import quantize
         from jlaqat.recipes import load_config
         from jlaqat.study_config import StudyConfig
         from jlaqat.training import TrainConfig, build_model
@@ -169,8 +174,8 @@ class Summary:
             study = load_config(StudyConfig, name, self.overrides)
             for setting in study.settings:
                 entries = setting.quant_cfg()
-                model = nnx.eval_shape(lambda e=entries: quantize(DecoderLM(study.model, rngs=nnx.Rngs(0)), e))
-                describe(model, study.model, study.data, title=setting.title)
+                model = nnx.eval_shape(lambda e=entries: study.build(0, e))
+                describe(model, study.architecture, study.data, title=setting.title)
         else:
             config = load_config(TrainConfig, name, self.overrides)
             model = nnx.eval_shape(lambda: build_model(config))

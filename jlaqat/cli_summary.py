@@ -11,9 +11,10 @@ from rich.console import Console
 from rich.table import Table
 
 from jlaqat.data import DataConfig, check_model_sizes, loss_kind
-from jlaqat.model import DecoderLM, ModelConfig
+from jlaqat.model import ModelConfig
 from jlaqat.naming import named_leaves
 from jlaqat.quantizers import find_quantizers, summary
+from jlaqat.study_head import HeadConfig
 
 
 def parameter_counts(model: nnx.Module) -> dict[str, int]:
@@ -32,9 +33,9 @@ def state_elements(model: nnx.Module) -> int:
     return sum(q.num_heads * q.key_dim * q.value_dim for q in states)
 
 
-def describe(model: DecoderLM, config: ModelConfig, data: DataConfig, *, title: str) -> None:
+def describe(model: nnx.Module, config: ModelConfig | HeadConfig, data: DataConfig, *, title: str) -> None:
     """Prints the summary of a model, which may be abstract. Raises DataConfigError where it does not fit the data."""
-    sizes: dict[str, Any] = {n: getattr(config, n) for n in ("vocab_size", "input_size", "output_size")}
+    sizes: dict[str, Any] = {n: getattr(config, n, None) for n in ("vocab_size", "input_size", "output_size")}
     check_model_sizes(data, **sizes)
     console = Console()
     table = Table(title=title, title_justify="left")
@@ -44,8 +45,8 @@ def describe(model: DecoderLM, config: ModelConfig, data: DataConfig, *, title: 
     counts = parameter_counts(model)
     for part, count in counts.items():
         words = part.split(".")
-        mixer = words[0] == "layers" and words[2] == "mixer"
-        table.add_row(part, config.layer_kinds[int(words[1])] if mixer else "", f"{count:,}")
+        mixer = isinstance(config, ModelConfig) and words[0] == "layers" and words[2] == "mixer"
+        table.add_row(part, config.layer_kinds[int(words[1])] if mixer else "", f"{count:,}")  # type: ignore[union-attr]
     table.add_row("total", "", f"{sum(counts.values()):,}", style="bold")
     console.print(table)
     elements = state_elements(model)

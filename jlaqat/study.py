@@ -26,7 +26,7 @@ import shutil
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,6 @@ from flax import nnx
 
 from jlaqat.checkpoint import Checkpointer
 from jlaqat.data import loss_kind, make_dataset, provenance, source_hash, token_hash
-from jlaqat.model import DecoderLM
 from jlaqat.optim import make_optimizer
 from jlaqat.recipes import to_dict
 from jlaqat.study_arms import (
@@ -45,7 +44,6 @@ from jlaqat.study_arms import (
     Score,
     Scorer,
     Values,
-    build_models,
     stack_values,
     start_state,
     train_arm,
@@ -108,7 +106,7 @@ class _Study:
 
     def run(self) -> dict[str, Any]:
         config = self.config
-        plain = build_models(config.model, self.seeds)
+        plain = [config.build(seed) for seed in self.seeds]
         base = _values(self._train("float32", None, plain, stack_values(plain)))
         control = _values(self._train("control", None, plain, base))
         scorer = self._scorer(plain[0])
@@ -117,7 +115,7 @@ class _Study:
         restores = []
         trained: dict[tuple[str, str, int], Values] = {}
         for setting in config.settings:
-            models = build_models(config.model, self.seeds, setting.quant_cfg())
+            models = [config.build(seed, setting.quant_cfg()) for seed in self.seeds]
             scorer = self._scorer(models[0])
             key = (setting.format, setting.rounding, setting.trained_cadence)
             if setting.trained:
@@ -135,7 +133,7 @@ class _Study:
 
     # -------------------------------------------------------------- training and scoring
 
-    def _train(self, arm: str, setting: Setting | None, models: list[DecoderLM], values: Values) -> TrainState:
+    def _train(self, arm: str, setting: Setting | None, models: Sequence[nnx.Module], values: Values) -> TrainState:
         """Trains one arm of every seed: "float32" from the start, the others on from there."""
         config, first = self.config, arm == "float32"
         steps = config.steps if first else config.finetune_steps
@@ -161,7 +159,7 @@ class _Study:
         self.training.append(_training_entry(arm, setting, record))
         return state
 
-    def _scorer(self, model: DecoderLM) -> Scorer:
+    def _scorer(self, model: nnx.Module) -> Scorer:
         return Scorer(model, self.eval_batches, loss=self.loss, score=self.config.score_name)
 
     def _score(self, arm: str, setting: Setting | None, score: Score) -> Score:
@@ -181,7 +179,7 @@ class _Study:
     # -------------------------------------------------------------- checkpoints
 
     def _save_and_restore(
-        self, setting: Setting, models: list[DecoderLM], state: TrainState, score: Score, scorer: Scorer
+        self, setting: Setting, models: Sequence[nnx.Module], state: TrainState, score: Score, scorer: Scorer
     ) -> dict[str, Any]:
         """Saves the QAT model of every seed, reads each into a model of another seed, and scores those."""
         restored = []
@@ -195,10 +193,10 @@ class _Study:
                     model,
                     opt_state=mine.opt_state,
                     data_state={"next_index": self.config.steps + self.config.finetune_steps},
-                    config=to_dict(self.config.finetune_config(i, setting)),
+                    config=to_dict(self.config.checkpoint_config(i, setting)),
                     metrics={self.config.score_name: score.values[i]},
                 )
-                other = DecoderLM(self.config.model, rngs=nnx.Rngs(seed + 1000))
+                other = self.config.build(seed + 1000)
                 checkpointer.restore(other, quantizers="checkpoint")
             if split_model(other)[0] != split_model(model)[0]:
                 raise AssertionError(
@@ -292,7 +290,7 @@ def recovery(scores: list[dict[str, Any]], setting: Setting) -> dict[str, Any]:
 
 
 def _parameters(config: StudyConfig) -> int:
-    shapes = nnx.eval_shape(lambda: DecoderLM(config.model, rngs=nnx.Rngs(0)))
+    shapes = nnx.eval_shape(lambda: config.build(0))
     return sum(x.size for x in jax.tree.leaves(nnx.state(shapes, nnx.Param)))
 
 

@@ -15,8 +15,6 @@ from flax import nnx
 
 from jlaqat.data import DataConfig, TokenHash, make_dataset
 from jlaqat.evaluation import batch_weights
-from jlaqat.model import DecoderLM, ModelConfig
-from jlaqat.quantizers import quantize
 from jlaqat.train_step import (
     TrainState,
     create_train_state,
@@ -51,11 +49,6 @@ class Score(NamedTuple):
     values: list[float]  # a seed
     curve: np.ndarray  # float32 [seeds, T], mean loss by position, all positions
     seconds: float
-
-
-def build_models(config: ModelConfig, seeds: Sequence[int], quant_cfg: Sequence[Any] = ()) -> list[DecoderLM]:
-    """One model a seed, quantizers set by `quant_cfg`."""
-    return [quantize(DecoderLM(config, rngs=nnx.Rngs(seed)), quant_cfg) for seed in seeds]
 
 
 def stack_values(models: Sequence[nnx.Module]) -> Values:

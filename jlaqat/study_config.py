@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
+from flax import nnx
+
 from jlaqat.data import FILE_TASKS, DataConfig, check_model_sizes, loss_kind
-from jlaqat.model import ModelConfig
+from jlaqat.model import DecoderLM, ModelConfig
 from jlaqat.optim import OptimizerConfig, make_schedule
 from jlaqat.quant_fields import parse_cfg
+from jlaqat.quantizers import quantize
 from jlaqat.spec import CHUNK_SIZE
+from jlaqat.study_head import DeltaHead, HeadConfig
 from jlaqat.train_config import EvalConfig, TrainConfig
 
 ARMS = ("float32", "ptq", "qat", "control")
@@ -27,7 +32,7 @@ STATE_CFG: dict[str, dict[str, Any]] = {
     "bfloat16": {"num_bits": "bfloat16"},
     "float16": {"num_bits": "float16"},
 }
-FORMAT_TITLES = {"e4m3": "FP8 E4M3", "e5m2": "FP8 E5M2"}
+FORMAT_TITLES = {"e4m3": "FP8", "e5m2": "FP8 E5M2"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,11 +67,31 @@ class Setting:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class HeadRun:
+    """What `jlaqat eval` needs to score a checkpoint of a `DeltaHead`: as much of a TrainConfig as applies."""
+
+    head: HeadConfig
+    data: DataConfig
+    evaluation: EvalConfig = EvalConfig()
+    loss: str | None = None
+
+    @property
+    def loss_name(self) -> str:
+        return self.loss or loss_kind(self.data)
+
+    @property
+    def eval_data(self) -> DataConfig:
+        return self.evaluation.data or dataclasses.replace(self.data, split="eval")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StudyConfig:
     """Four arms for each seed and each of formats × roundings × cadences. Raises ValueError naming field and remedy."""
 
-    model: ModelConfig
     data: DataConfig
+    # What is trained, one of the two: a decoder, or a single bare head.
+    model: ModelConfig | None = None
+    head: HeadConfig | None = None
     # Training in float32, from random weights.
     steps: int = 1000
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -123,18 +148,30 @@ class StudyConfig:
             )
         for setting in self.settings:
             parse_cfg(setting.quant_cfg()[0]["cfg"], "state")  # raises where format and rounding do not go together
-        if not {"gdn", "kda"} & set(self.model.layer_kinds):
+        if (self.model is None) == (self.head is None):
+            given = "neither is" if self.model is None else "both are"
+            raise ValueError(
+                f"model and head: {given} given; give one, a decoder (model) or a single bare head (head)."
+            )
+        if self.model is not None and not {"gdn", "kda"} & set(self.model.layer_kinds):
             raise ValueError(
                 f"model.pattern={self.model.pattern} has no gdn or kda layer, so no state to round; add one."
             )
         check_model_sizes(
             self.data,
-            vocab_size=self.model.vocab_size,
-            input_size=self.model.input_size,
-            output_size=self.model.output_size,
+            vocab_size=getattr(self.architecture, "vocab_size", None),
+            input_size=self.architecture.input_size,
+            output_size=self.architecture.output_size,
         )
         make_schedule(self.optimizer, self.steps)
         make_schedule(self.finetune_optimizer, self.finetune_steps)
+
+    @property
+    def architecture(self) -> ModelConfig | HeadConfig:
+        """The one of `model` and `head` that is given."""
+        given = self.model if self.head is None else self.head
+        assert given is not None  # __post_init__ refused the rest
+        return given
 
     @property
     def settings(self) -> list[Setting]:
@@ -160,14 +197,24 @@ class StudyConfig:
         """Training data of run `index`."""
         return dataclasses.replace(self.data, seed=self.data.seed + self.seed + index)
 
-    def finetune_config(self, index: int, setting: Setting) -> TrainConfig:
-        """The QAT phase of run `index` as a run of its own: saved with its checkpoint, for `jlaqat eval`."""
+    def build(self, seed: int, quant_cfg: Sequence[Any] = ()) -> DecoderLM | DeltaHead:
+        """The model with the weights of `seed`, quantizers set by `quant_cfg`."""
+        config, rngs = self.architecture, nnx.Rngs(seed)
+        model = DeltaHead(config, rngs=rngs) if isinstance(config, HeadConfig) else DecoderLM(config, rngs=rngs)
+        return quantize(model, quant_cfg)
+
+    def checkpoint_config(self, index: int, setting: Setting) -> HeadRun | TrainConfig:
+        """What is saved with the QAT model of run `index`, for `jlaqat eval`."""
+        evaluation = EvalConfig(batches=self.eval_batches, data=self.eval_data)
+        config = self.architecture
+        if isinstance(config, HeadConfig):
+            return HeadRun(head=config, data=self.seed_data(index), evaluation=evaluation)
         return TrainConfig(
-            model=self.model,
+            model=config,
             data=self.seed_data(index),
             optimizer=self.finetune_optimizer,
             quant=setting.quant_cfg(),
             steps=self.finetune_steps,
             seed=self.seed + index,
-            evaluation=EvalConfig(batches=self.eval_batches, data=self.eval_data),
+            evaluation=evaluation,
         )

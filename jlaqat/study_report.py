@@ -20,7 +20,7 @@ def _score(record: dict[str, Any], arm: str, setting: str | None) -> dict[str, A
 
 
 def _number(value: float) -> str:
-    return f"{value:.4f}" if abs(value) >= 1e-3 else f"{value:.2e}"
+    return f"{value:.4f}" if value == 0 or abs(value) >= 5e-5 else f"{value:.1e}"
 
 
 def _cell(score: dict[str, Any]) -> str:
@@ -68,7 +68,7 @@ def study_table(record: dict[str, Any]) -> Table:
 def print_report(record: dict[str, Any], directory: Path | None = None, console: Console | None = None) -> None:
     """The table, what it took, the restore check, and where the files are."""
     # In a file or a pipe, rich would fold the table into 80 columns.
-    console = console or (Console() if sys.stdout.isatty() else Console(width=120))
+    console = console or (Console() if sys.stdout.isatty() else Console(width=124))
     floor = _score(record, "control_float32", None)
     training = record["training"]
     lines = [

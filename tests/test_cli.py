@@ -145,7 +145,7 @@ def test_summary_builds_nothing_and_tells_all(capsys):
     assert status == 0 and "INT8 every token" in out and "every 1 token" in out
 
 
-def test_train_resume_and_eval_in_real_processes(tiny, tmp_path):
+def test_train_and_resume_in_real_processes(tiny, tmp_path, capsys):
     run = tmp_path / "run"
     first = jlaqat("train", "--config", tiny, "--directory", run, "steps=2")
     assert first.returncode == 0, first.stderr
@@ -156,8 +156,8 @@ def test_train_resume_and_eval_in_real_processes(tiny, tmp_path):
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     trained = [r for r in records if "loss" in r and "learning_rate" in r]
     assert [r["step"] for r in trained] == [1, 2, 3, 4]
-    refused = jlaqat("train", "--config", tiny, "--directory", run, "--no-resume")
-    assert refused.returncode == 2 and "has checkpoints up to step 4" in refused.stderr
+    status, _, err = run_here(capsys, "train", "--config", tiny, "--directory", run, "--no-resume")
+    assert status == 2 and "has checkpoints up to step 4" in err
 
 
 def test_eval_scores_the_held_out_data(tiny, tmp_path, capsys):

@@ -35,7 +35,7 @@ PART_OF: dict[str, str] = {
     "weights": "layers",
     "generation": "model",
     **dict.fromkeys(("data_synthetic", "data_text"), "data"),
-    **dict.fromkeys(("study_arms", "study_config", "study_report"), "study"),
+    **dict.fromkeys(("study_arms", "study_config", "study_head", "study_report"), "study"),
     "cli_summary": "cli",
     **dict.fromkeys(("packing", "pairs", "recurrent", "shards", "sites"), "chunked"),
     **dict.fromkeys(("checks", "observe"), "ops"),

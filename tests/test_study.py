@@ -20,8 +20,9 @@ from jlaqat.quantizers import find_quantizers, quantize
 from jlaqat.recipes import ConfigError, load_config, to_dict
 from jlaqat.spec import FORMATS
 from jlaqat.study import ARMS, StudyConfig, load_record, recovery, run_study
-from jlaqat.study_arms import build_models, stack_values, start_state, train_arm, unstack
+from jlaqat.study_arms import stack_values, start_state, train_arm, unstack
 from jlaqat.study_config import STATE_CFG, Setting
+from jlaqat.study_head import DeltaHead, HeadConfig
 from jlaqat.study_report import print_report, study_table
 from jlaqat.train_step import create_train_state, make_train_step
 
@@ -35,8 +36,9 @@ MODEL = ModelConfig(
     use_short_conv=False,
     intermediate_size=16,
 )
+HEAD = HeadConfig(input_size=9, output_size=1, key_dim=16, value_dim=16, backend="recurrent")
 TOY = StudyConfig(
-    model=MODEL,
+    head=HEAD,
     data=DataConfig(task="regression", input_dim=4, seq_len=12, batch_size=2, seed=3),
     steps=6,
     finetune_steps=4,
@@ -85,7 +87,7 @@ def test_record_holds_every_arm_of_every_setting(study):
     assert record["score"] == {"name": "mse", "lower_is_better": True}
     assert load_config(StudyConfig, record["config"]) == TOY
     assert record["model"]["parameters"] == sum(
-        x.size for x in jax.tree.leaves(nnx.state(DecoderLM(MODEL, rngs=nnx.Rngs(0)), nnx.Param))
+        x.size for x in jax.tree.leaves(nnx.state(DeltaHead(HEAD, rngs=nnx.Rngs(0)), nnx.Param))
     )
     for key in ("code_sha256", "versions", "machine", "seconds", "peak_memory_bytes"):
         assert record[key]
@@ -125,7 +127,7 @@ def test_restored_checkpoints_score_the_same_bits(study):
     assert restore["scores"] == scores(record, "qat", "nvfp4-1")["scores"]
     for i, path in enumerate(restore["checkpoints"]):
         with Checkpointer(directory / path, read_only=True) as checkpointer:
-            assert checkpointer.config() == json.loads(json.dumps(to_dict(TOY.finetune_config(i, TOY.settings[0]))))
+            assert checkpointer.config() == json.loads(json.dumps(to_dict(TOY.checkpoint_config(i, TOY.settings[0]))))
 
 
 def test_jlaqat_eval_scores_a_study_checkpoint(study, capsys):
@@ -173,7 +175,7 @@ def test_a_directory_of_something_else_is_refused(tmp_path):
 def test_vmapped_scan_equals_the_plain_loop():
     """An update of all seeds inside vmap and scan is `make_train_step`'s, seed by seed."""
     optimizer = make_optimizer(TOY.optimizer, 4)
-    models = build_models(MODEL, [0, 1])
+    models = [TOY.build(seed) for seed in (0, 1)]
     data = [TOY.seed_data(i) for i in range(2)]
     state, record = train_arm(
         start_state(stack_values(models), optimizer, models),
@@ -247,7 +249,7 @@ def test_settings_are_formats_by_roundings_by_cadences():
         "int8-stochastic-64",
     ]
     assert [s.trained for s in config.settings[:3]] == [True, True, False]
-    assert config.settings[-1].title == "FP8 E4M3 stochastic every 64 tokens"
+    assert config.settings[-1].title == "FP8 stochastic every 64 tokens"
 
 
 @pytest.mark.parametrize(
@@ -261,8 +263,10 @@ def test_settings_are_formats_by_roundings_by_cadences():
         (dict(score_cadences=(2,)), r"score_cadences=\[2\].*1, 16, 64"),
         (dict(score_tail=0.0), "score_tail=0.0"),
         (dict(roundings=("up",)), r"roundings=\['up'\].*'stochastic'"),
-        (dict(model=dataclasses.replace(MODEL, pattern=("attention",))), "no gdn or kda layer"),
-        (dict(model=dataclasses.replace(MODEL, input_size=8)), "set model.input_size=9"),
+        (dict(head=None, model=dataclasses.replace(MODEL, pattern=("attention",))), "no gdn or kda layer"),
+        (dict(head=None, model=dataclasses.replace(MODEL, input_size=8)), "set model.input_size=9"),
+        (dict(head=None), "neither is given"),
+        (dict(model=MODEL), "both are given"),
         (dict(finetune_steps=2, finetune_optimizer=OptimizerConfig(warmup_steps=5)), "warmup_steps=5"),
     ],
 )
@@ -274,7 +278,7 @@ def test_bad_settings_say_what_to_do(given, words):
 def test_text_is_scored_whole():
     text = DataConfig(task="text", paths=("stdlib",), seq_len=32, batch_size=2)
     model = ModelConfig(vocab_size=256, hidden_size=16, num_layers=1, num_heads=1, head_dim=16)
-    config = dataclasses.replace(TOY, data=text, model=model, score_tail=1.0)
+    config = dataclasses.replace(TOY, data=text, model=model, head=None, score_tail=1.0)
     assert config.score_name == "loss" and config.eval_data.split == "eval"
     with pytest.raises(ValueError, match="score_tail=0.5 applies to synthetic tasks"):
         dataclasses.replace(config, score_tail=0.5)
@@ -315,6 +319,27 @@ def test_backend_of_the_demo_is_the_chunked_one_up_to_the_order_of_sums(quant):
     x = np.random.default_rng(0).standard_normal((2, 70, 9), np.float32)
     outputs = []
     for backend in ("xla", "recurrent"):
-        [model] = build_models(dataclasses.replace(MODEL, backend=backend), [0], entries)
+        model = dataclasses.replace(TOY, head=dataclasses.replace(HEAD, backend=backend)).build(0, entries)
         outputs.append(nnx.jit(lambda m, x: m(x))(model, x))
     np.testing.assert_allclose(outputs[0], outputs[1], rtol=2e-3, atol=2e-4)
+
+
+@pytest.mark.slow
+def test_decoders_are_studied_too(tmp_path, capsys):
+    """The other model, end to end with one update a phase: build, save, restore, `jlaqat eval`."""
+    config = dataclasses.replace(
+        TOY,
+        model=MODEL,
+        head=None,
+        formats=("e4m3",),
+        score_cadences=(),
+        steps=1,
+        finetune_steps=1,
+        seeds=1,
+        eval_batches=1,
+    )
+    record = run_study(config, tmp_path / "study")
+    assert record["restore"][0]["equal"] and scores(record, "qat", "e4m3-1")["std"] is None
+    assert cli.main(["eval", "--checkpoint", str(tmp_path / "study/checkpoints/e4m3-1/seed0")]) == 0
+    saved = json.loads(capsys.readouterr().out)["loss"]
+    assert saved == pytest.approx(scores(record, "qat", "e4m3-1")["mean"], rel=1e-5)
