@@ -284,7 +284,7 @@ def test_text_is_scored_whole():
         dataclasses.replace(config, score_tail=0.5)
 
 
-@pytest.mark.parametrize("name", ["demo", "recall", "state_tracking", "slow_writes", "text"])
+@pytest.mark.parametrize("name", ["demo", "decoder", "recall", "state_tracking", "slow_writes", "text"])
 def test_packaged_studies_load(name):
     config = load_config(StudyConfig, f"study/{name}")
     assert config.seeds >= 3
