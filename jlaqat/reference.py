@@ -170,7 +170,7 @@ def delta_rule_chunks_backward(
         parts: list[Operands] = []
         for chunk in reversed(chunks):
             position -= chunk.u.shape[2]
-            dx, dS = _chunk_backward(chunk, do[:, :, position : position + chunk.u.shape[2]], dS, scale)
+            dx, dS = chunk_backward(chunk, do[:, :, position : position + chunk.u.shape[2]], dS, scale)
             parts.insert(0, dx)
         d_initials.append(dS)
         if parts:
@@ -184,27 +184,43 @@ def delta_rule_chunks_backward(
 
 def chunk_forward(x: Operands, S: Array, scale: float, rounding: Rounding, position: int) -> tuple[Array, Array, Chunk]:
     """(o [B, HV, n, V], the state after the chunk before its rounding, what the backward needs)."""
+    G, E, P, X, u, w = intra_chunk(x, scale)
+    w = rounding.factor(w, position)
+    o, S_next, v_new = through_chunk(x, S, G, P, u, w, scale)
+    return o, S_next, Chunk(x, S, G, E, P, X, u, w, v_new)
+
+
+# Jitted: run eagerly, each operation would be compiled by itself for every length.
+@jax.jit
+def intra_chunk(x: Operands, scale: float) -> tuple[Array, ...]:
+    """Steps 1 to 3, which need no state: G, E, P, X, u and w before its rounding."""
     q, k, v, g, beta = x
     n = k.shape[2]
     G = jnp.cumsum(g, axis=2)
     # Subtract and mask before exp: exp first gives inf·0, and e^(−G) alone overflows.
     difference = G[:, :, :, None] - G[:, :, None]
-    E = jnp.exp(jnp.where(jnp.tril(jnp.ones((n, n), bool))[..., None], difference, -jnp.inf))
-    # 1, 2
+    below = jnp.broadcast_to(np.tril(np.ones((n, n), bool))[..., None], difference.shape)
+    E = jnp.exp(jnp.where(below, difference, -jnp.inf))
     A = jnp.tril(beta * (k[:, :, :, None] * k[:, :, None] * E).sum(-1), -1)
     P = scale * (q[:, :, :, None] * k[:, :, None] * E).sum(-1)
     X = _inverse(A)
-    # 3
     u = _einsum("bhij,bhjv->bhiv", X, beta * v)
-    w = rounding.factor(_einsum("bhij,bhjk->bhik", X, beta * jnp.exp(G) * k), position)
-    # 4, 5, 6
+    w = _einsum("bhij,bhjk->bhik", X, beta * jnp.exp(G) * k)
+    return G, E, P, X, u, w
+
+
+@jax.jit
+def through_chunk(x: Operands, S: Array, G: Array, P: Array, u: Array, w: Array, scale: float) -> tuple[Array, ...]:
+    """Steps 4 to 6: o, the state after the chunk before its rounding, and v'."""
+    q, k = x.q, x.k
     v_new = u - _einsum("bhik,bhkv->bhiv", w, S)
     o = scale * _einsum("bhik,bhkv->bhiv", q * jnp.exp(G), S) + _einsum("bhij,bhjv->bhiv", P, v_new)
     last = G[:, :, -1:]
     S_next = jnp.exp(last).swapaxes(2, 3) * S + _einsum("bhik,bhiv->bhkv", k * jnp.exp(last - G), v_new)
-    return o, S_next, Chunk(x, S, G, E, P, X, u, w, v_new)
+    return o, S_next, v_new
 
 
+@jax.jit
 def chunk_backward(chunk: Chunk, do: Array, dS: Array, scale: float) -> tuple[Operands, Array]:
     """Gradients of a chunk's operands and of the state that entered it. dS is the cotangent of the state leaving it."""
     (q, k, v, _, beta), S, G, E, P, X, _, w, v_new = chunk
@@ -242,8 +258,6 @@ def chunk_backward(chunk: Chunk, do: Array, dS: Array, scale: float) -> tuple[Op
     return Operands(dq, dk, dv, dg, dbeta[..., None]), dS_previous
 
 
-# Run eagerly, each operation of these would be compiled by itself for every length.
-_chunk_backward = jax.jit(chunk_backward)
 _round_state, _round_w = (jax.jit(f, static_argnames="quant") for f in (sites.round_state, sites.round_w))
 
 

@@ -74,8 +74,13 @@ def error_ratio(x: Any, reference: Any) -> float:
     return float(error / norm if norm > 0 else error)
 
 
-def assert_close(x: Any, reference: Any, bound: float, name: str = "x") -> None:
-    """Raise AssertionError unless error_ratio(x, reference) ≤ bound. NaN never passes."""
+def assert_close(x: Any, reference: Any, bound: float, name: str = "x", *, floor: float = 0.0) -> None:
+    """Raise AssertionError unless error_ratio(x, reference) ≤ bound. NaN never passes.
+
+    floor: an RMS error that passes whatever the ratio, for references that are rounding noise themselves.
+    """
     ratio = error_ratio(x, reference)
+    if floor and np.sqrt(np.mean((np.asarray(x, np.float64) - np.asarray(reference, np.float64)) ** 2)) <= floor:
+        return
     if not ratio <= bound:
         raise AssertionError(f"{name}: error ratio {ratio:.3g} is above {bound:.3g}.")

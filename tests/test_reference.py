@@ -52,7 +52,7 @@ def test_tokens_chunks_and_backward_agree_in_float64(gate, layout, x64):
         assert not np.any(by_hand[0][:, PACKED[-1] :])
 
 
-@pytest.mark.parametrize("gate", ["gdn", "kda"])
+@pytest.mark.parametrize("gate", ["gdn", pytest.param("kda", marks=pytest.mark.slow)])
 def test_backward_by_hand_equals_autodiff_with_rounding(gate, x64):
     """Straight-through in both: with the same rounded values the formulas hold to the last digits."""
     x, cotangents, cu = make(gate, "batch")
@@ -63,7 +63,7 @@ def test_backward_by_hand_equals_autodiff_with_rounding(gate, x64):
         assert_close(gradient, by_autodiff[name], 1e-13, f"d{name}")
 
 
-@pytest.mark.parametrize("gate", ["gdn", "kda"])
+@pytest.mark.parametrize("gate", [pytest.param("gdn", marks=pytest.mark.slow), "kda"])
 def test_float32_is_close_to_float64(gate):
     x, cotangents, cu = make(gate, "batch", np.float32)
     o, final_state, gradients = reference.oracle(x, *cotangents)
