@@ -160,6 +160,7 @@ def test_train_and_resume_in_real_processes(tiny, tmp_path, capsys):
     assert status == 2 and "has checkpoints up to step 4" in err
 
 
+@pytest.mark.slow
 def test_eval_scores_the_held_out_data(tiny, tmp_path, capsys):
     run = tmp_path / "run"
     assert run_here(capsys, "train", "--config", tiny, "--directory", run, "steps=2")[0] == 0

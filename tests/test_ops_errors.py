@@ -140,6 +140,7 @@ def test_a_step_refuses_a_token_axis():
         jlaqat.delta_rule_step(*(a[:, 0] for a in operands[:5]), operands[5][:1])
 
 
+@pytest.mark.slow
 def test_the_worked_example_of_the_docs_runs():
     text = (Path(__file__).parents[1] / "docs" / "delta_rule.md").read_text()
     examples = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)

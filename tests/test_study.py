@@ -172,6 +172,7 @@ def test_a_directory_of_something_else_is_refused(tmp_path):
 # ------------------------------------------------------------------ training all seeds at once
 
 
+@pytest.mark.slow
 def test_vmapped_scan_equals_the_plain_loop():
     """An update of all seeds inside vmap and scan is `make_train_step`'s, seed by seed."""
     optimizer = make_optimizer(TOY.optimizer, 4)

@@ -146,6 +146,7 @@ def test_static_scales_are_calibrated_once(tmp_path):
     assert np.isfinite(scale).all() and (scale > 0).any()
 
 
+@pytest.mark.slow
 def test_the_loop_of_ones_own_in_the_docs_runs(capsys):
     page = (pathlib.Path(__file__).parents[1] / "docs" / "training.md").read_text(encoding="utf-8")
     exec(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1], {})
