@@ -275,9 +275,14 @@ def _sequence_forward(x: Operands, S: Array, scale: float, rounding: Rounding) -
 
 
 def _inverse(A: Array) -> Array:
-    """(I + A)⁻¹ by forward substitution."""
-    eye = jnp.broadcast_to(jnp.eye(A.shape[-1], dtype=A.dtype), A.shape)
-    return jax.lax.linalg.triangular_solve(A + eye, eye, left_side=True, lower=True, unit_diagonal=True)
+    """(I + A)⁻¹ by forward substitution, row by row."""
+    n = A.shape[-1]
+    identity = jnp.eye(n, dtype=A.dtype)
+
+    def row(i: Array, X: Array) -> Array:
+        return X.at[:, :, i].set(identity[i][None, None] - _einsum("bhj,bhjk->bhk", A[:, :, i], X))
+
+    return jax.lax.fori_loop(0, n, row, jnp.zeros_like(A))
 
 
 def _einsum(subscripts: str, *operands: Array) -> Array:
