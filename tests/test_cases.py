@@ -224,7 +224,7 @@ def test_case_18_drift_over_4000_tokens(spec, record_property):
 
 
 @pytest.mark.parametrize("backend", [pytest.param("reference", marks=pytest.mark.slow), "xla"])
-@over_gates
+@pytest.mark.parametrize("gate", ["gdn", pytest.param("kda", marks=pytest.mark.slow)])
 def test_case_19_lengths_that_fit_nothing(gate, backend):
     """T a multiple of neither 64 nor 16, and more sequences than chunks of 64 tokens."""
     cu = np.array([0, 3, 20, 23, 40, 57, 74], np.int32)

@@ -254,6 +254,7 @@ def test_recurrent(gate, layout, spec):
     assert_close(same[0], got[0][0], 1e-6)
 
 
+@slow
 def test_recurrent_with_stochastic_rounding_and_clipping():
     """The same bits again in the backward's second run of a segment, or the clip mask would differ from autodiff's."""
     spec = FP8(cadence=16, rounding="stochastic", scale="static", gradient="clip", block_v=16, seed=5)

@@ -48,6 +48,7 @@ def test_vmap_over_calls_is_a_larger_batch():
         assert_close(a, b, 1e-6)
 
 
+@pytest.mark.slow
 def test_vmap_over_packed_calls():
     """cu_seqlens may differ from call to call."""
     x = make_inputs(2, T=70, H=1, K=8, num_sequences=2)
