@@ -4,6 +4,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from jlaqat.attention import Attention as Attention
+from jlaqat.decode import delta_rule_decode as delta_rule_decode
+from jlaqat.decode import delta_rule_step as delta_rule_step
+from jlaqat.decode_carry import DecodeCarry as DecodeCarry
+from jlaqat.decode_policy import DecodePolicy as DecodePolicy
 from jlaqat.generation import generate as generate
 from jlaqat.layers import GatedDeltaNet as GatedDeltaNet
 from jlaqat.layers import KimiDeltaAttention as KimiDeltaAttention
@@ -13,7 +17,6 @@ from jlaqat.model import count_params as count_params
 from jlaqat.ops import delta_rule as delta_rule
 from jlaqat.ops import delta_rule_observe as delta_rule_observe
 from jlaqat.ops import delta_rule_recurrent as delta_rule_recurrent
-from jlaqat.ops import delta_rule_step as delta_rule_step
 from jlaqat.quantizers import Quantizer as Quantizer
 from jlaqat.quantizers import QuantizerVariable as QuantizerVariable
 from jlaqat.quantizers import calibrate as calibrate
@@ -35,6 +38,7 @@ from jlaqat.spec import DeltaQuant as DeltaQuant
 from jlaqat.spec import QuantArrays as QuantArrays
 from jlaqat.spec import QuantConfigError as QuantConfigError
 from jlaqat.spec import QuantSpec as QuantSpec
+from jlaqat.triton_backend import compile_for as compile_for
 from jlaqat.weights import fla_state_dict as fla_state_dict
 from jlaqat.weights import load_fla_state_dict as load_fla_state_dict
 

@@ -9,10 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jlaqat.decode_policy import DecodePolicy
 from jlaqat.spec import DeltaQuant, QuantArrays, QuantConfigError, amax_shape
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 BACKENDS = ("auto", "xla", "recurrent", "reference", "triton")
+
+
+def check_backend(backend: str) -> None:
+    if backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r} is unknown; choose one of {', '.join(map(repr, BACKENDS))}.")
 
 
 def describe(x: Any) -> str:
@@ -134,7 +140,7 @@ def check_quant(quant: Any, arrays: Any, k: Any, v: Any) -> None:
             )
 
 
-def check_token_axis(quant: DeltaQuant, **operands: Any) -> None:
+def check_token_axis(quant: DeltaQuant | DecodePolicy, **operands: Any) -> None:
     """Refuse a rounded state over a token axis that visibly lies on several devices.
 
     Visible are concrete arrays and, under jit, meshes of explicit axes. Inside shard_map a shard cannot be told from a
@@ -153,7 +159,7 @@ def check_token_axis(quant: DeltaQuant, **operands: Any) -> None:
             raise ValueError(
                 f"{name} {describe(x)} is sharded along its tokens (axis 1, {sharding}) while the state is rounded "
                 f"({quant.state.describe()}). A sequence can be split only where its state is linear in the past; "
-                "a rounded one is not. Shard batch and heads instead, or use DeltaQuant(state=None)."
+                "a rounded one is not. Shard batch and heads instead, or use state=None."
             )
 
 

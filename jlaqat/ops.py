@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 from typing import Any
 
 import jax
@@ -11,15 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from jlaqat import checks, reference
+from jlaqat.backends import choose
 from jlaqat.chunked import Inputs, delta_rule_chunked
 from jlaqat.observe import observe
 from jlaqat.recurrent import delta_rule_by_token
 from jlaqat.rounding import SiteStats
-from jlaqat.shards import vary_over, varying_axes
+from jlaqat.shards import all_varying_axes, over_explicit_mesh, vary_over
 from jlaqat.spec import CHUNK_SIZE, DeltaQuant, QuantArrays, QuantConfigError
+from jlaqat.triton_backend import delta_rule_triton
 
 Array = jax.Array
-_logger = logging.getLogger("jlaqat")
 
 
 def delta_rule(
@@ -54,8 +53,10 @@ def delta_rule(
       quant: what is rounded (static under jit). The state is rounded on entry, after every chunk and at the end, w once
         a token; gradients pass straight through. A state cadence of 1 or 16 runs `delta_rule_recurrent`.
       quant_arrays: static scales and the counters of stochastic rounding; no gradient flows to them.
-      backend: "xla" (any device), "recurrent" (the same, token by token whatever the cadence: quicker than chunks where
-        many sequences have small states), "reference" (slow, for tests), or "auto".
+      backend: "triton" (NVIDIA GPUs from SM80 on), "xla" (any device), "recurrent" (plain JAX as well, token by token
+        whatever the cadence: quicker than chunks where many sequences have small states), "reference" (slow, for
+        tests), or "auto": triton where it can, else xla. The logger "jlaqat" says once which, and why not triton on a
+        GPU. What "auto" traces on a machine with a GPU runs as xla where it is lowered for another platform.
 
     Returns (o [B, T, HV, V] in v's dtype, final_state [N, HV, K, V] in float32, float64 for float64 inputs).
 
@@ -68,8 +69,8 @@ def delta_rule(
     inputs, cu_seqlens, arrays, scale = _prepare(
         q, k, v, g, beta, scale, initial_state, cu_seqlens, quant, quant_arrays
     )
-    backend = _choose(backend)
     by_token = backend == "recurrent" or (quant.state is not None and quant.state.cadence != CHUNK_SIZE)
+    backend = choose(backend, inputs, quant)
     if by_token:
         _check_no_w(quant, f"backend={backend!r}")
     if backend == "reference":
@@ -79,8 +80,13 @@ def delta_rule(
         )
         define = reference.delta_rule_tokens if by_token else reference.delta_rule_chunks
         return define(*inputs[:5], **settings)
-    run = delta_rule_by_token if by_token else delta_rule_chunked
-    return _poison(run(inputs, cu_seqlens, quant, arrays, scale), cu_seqlens, inputs.k.shape[1])
+
+    def run(inputs: Inputs, cu_seqlens: Array | None, arrays: QuantArrays):
+        if backend in ("triton", "triton or xla"):
+            return delta_rule_triton(inputs, cu_seqlens, quant, scale, portable=backend != "triton")
+        return (delta_rule_by_token if by_token else delta_rule_chunked)(inputs, cu_seqlens, quant, arrays, scale)
+
+    return _poison(_on_shards(run, inputs, cu_seqlens, arrays), cu_seqlens, inputs.k.shape[1])
 
 
 def delta_rule_recurrent(
@@ -108,11 +114,15 @@ def delta_rule_recurrent(
         q, k, v, g, beta, scale, initial_state, cu_seqlens, quant, quant_arrays
     )
     _check_no_w(quant, "delta_rule_recurrent")
-    if _choose(backend) == "reference":
+    if choose(backend, inputs, quant, by_token=True) == "reference":
         _check_concrete(cu_seqlens)
         settings = dict(scale=scale, initial_state=inputs.initial_state, cu_seqlens=cu_seqlens)
         return reference.delta_rule_tokens(*inputs[:5], **settings, quant=quant, quant_arrays=arrays)
-    return _poison(delta_rule_by_token(inputs, cu_seqlens, quant, arrays, scale), cu_seqlens, inputs.k.shape[1])
+
+    def run(inputs: Inputs, cu_seqlens: Array | None, arrays: QuantArrays):
+        return delta_rule_by_token(inputs, cu_seqlens, quant, arrays, scale)
+
+    return _poison(_on_shards(run, inputs, cu_seqlens, arrays), cu_seqlens, inputs.k.shape[1])
 
 
 def delta_rule_observe(
@@ -131,7 +141,8 @@ def delta_rule_observe(
 ) -> tuple[Array, Array, dict[str, SiteStats | None]]:
     """`delta_rule` with statistics of what its quantizers saw and did, for calibration and metrics. Forward only.
 
-    Arguments and errors are those of `delta_rule`; it runs on the xla backend.
+    Arguments and errors are those of `delta_rule`; it runs on the xla backend, for "auto" and "triton" too: statistics
+    are of the same arithmetic.
 
     Returns (o, final_state, {"state": SiteStats or None, "w": SiteStats or None}). Every rounding of the call enters:
     the initial state's where one is given, each chunk's (or each `cadence` tokens'), each token's of w, but no padding.
@@ -139,8 +150,9 @@ def delta_rule_observe(
     inputs, cu_seqlens, arrays, scale = _prepare(
         q, k, v, g, beta, scale, initial_state, cu_seqlens, quant, quant_arrays
     )
-    if _choose(backend) not in ("xla", "recurrent"):
-        raise NotImplementedError(f"backend={backend!r} gathers no statistics; use backend='xla' or 'auto'.")
+    checks.check_backend(backend)
+    if backend == "reference":
+        raise NotImplementedError("backend='reference' gathers no statistics; use backend='xla' or 'auto'.")
     o, final_state, stats = observe(jax.lax.stop_gradient(inputs), cu_seqlens, quant, arrays, scale)
     return *_poison((o, final_state), cu_seqlens, inputs.k.shape[1]), stats
 
@@ -218,8 +230,32 @@ def _check_concrete(cu_seqlens: Array | None) -> None:
 
 def _same_shards(*arrays: Array | None) -> list[Any]:
     """Inside shard_map: operands that vary over the same mesh axes, so that a custom gradient has the types it must."""
-    axes = frozenset().union(*(varying_axes(x) for x in arrays if x is not None))
+    axes = all_varying_axes(arrays)
     return [x if x is None else vary_over(x, axes) for x in arrays]
+
+
+def _on_shards(run: Any, inputs: Inputs, cu_seqlens: Array | None, arrays: QuantArrays) -> tuple[Array, Array]:
+    """`run`, on shards of batch and heads where the types of a mesh of explicit axes ask for that."""
+    row = "b" if cu_seqlens is None else "packed"
+    head = "h" if inputs.v.shape[2] == inputs.k.shape[2] else "(h r)"
+    value, state = f"{row} token {head}", f"{row} {head} key value"
+    query, gate = f"{row} token h key", value if inputs.g.ndim == 3 else f"{value} key"
+    layouts: list[Any] = [query, query, f"{value} value", gate, value, None if inputs.initial_state is None else state]
+    # Static scales count value heads first; the rest are scalars.
+    quantizers = QuantArrays(*(None if a is None else " ".join([head, "x", "y"][: jnp.ndim(a)]) for a in arrays))
+
+    def local(operands: Any, first: Any) -> tuple[Array, Array]:
+        inputs, cu_seqlens, arrays = operands
+        offsets = {"sequence_offset": ("b", inputs.v.shape[0]), "head_offset": ("h", inputs.v.shape[2])}
+        for field, (factor, size) in offsets.items():
+            if first(factor) is not None:
+                start = jnp.uint32(size) * first(factor).astype(jnp.uint32)
+                arrays = arrays._replace(**{field: jnp.asarray(getattr(arrays, field)).astype(jnp.uint32) + start})
+        return run(inputs, cu_seqlens, arrays)
+
+    operands = (inputs, cu_seqlens, arrays)
+    cut = (Inputs(*layouts), None if cu_seqlens is None else "sequences", quantizers)
+    return over_explicit_mesh(local, operands, cut, (f"{value} value", state))
 
 
 def _poison(result: tuple[Array, Array], cu_seqlens: Array | None, num_tokens: int) -> tuple[Array, Array]:
@@ -231,25 +267,3 @@ def _poison(result: tuple[Array, Array], cu_seqlens: Array | None, num_tokens: i
     return jnp.where(sound, o, jnp.asarray(jnp.nan, o.dtype)), jnp.where(
         sound, final_state, jnp.asarray(jnp.nan, final_state.dtype)
     )
-
-
-def _choose(backend: str) -> str:
-    if backend not in checks.BACKENDS:
-        raise ValueError(f"backend={backend!r} is unknown; choose one of {', '.join(map(repr, checks.BACKENDS))}.")
-    if backend == "triton":
-        platform = jax.default_backend()
-        where = (
-            f"JAX runs on {platform!r} here and Triton needs an NVIDIA GPU"
-            if platform != "gpu"
-            else "its kernels are not connected"
-        )
-        raise NotImplementedError(f"backend='triton' cannot serve this call: {where}. Use backend='xla' or 'auto'.")
-    if backend == "auto":
-        _say_once("backend='auto' runs delta_rule on 'xla' (plain JAX)")
-        return "xla"
-    return backend
-
-
-@functools.cache
-def _say_once(message: str) -> None:
-    _logger.info(message)

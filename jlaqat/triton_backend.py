@@ -1,24 +1,48 @@
 """The Triton backend: kernels.pipeline through jax-triton, under one custom_vjp.
 
 NVIDIA GPUs from SM80 on. `why_not` says, before anything runs, what stands in the way of a call.
+
+What is traced on a machine with a GPU may still be lowered for another platform (a jit on CPU devices, an export). A
+portable call therefore holds the xla backend's formulas beside the kernels, and lowering takes one of the two.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib.util
+import itertools
+import string
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jlaqat.chunked import Inputs
-from jlaqat.shards import vary_over, varying_axes
-from jlaqat.spec import DeltaQuant
+from jlaqat.chunked import Inputs, delta_rule_chunked
+from jlaqat.shards import all_varying_axes, partitioned, vary_over
+from jlaqat.spec import DeltaQuant, QuantArrays
 
 Array = jax.Array
 MINIMUM_CAPABILITY = 80
+_compile_for: list[int] = []
+
+
+@contextlib.contextmanager
+def compile_for(compute_capability: int) -> Iterator[None]:
+    """Inside, `delta_rule` is traced for an NVIDIA GPU that this machine need not have: 90 for SM90.
+
+    For lowering and export ahead of time, with `lowering_platforms=("cuda",)` or `jax.export`; docs/kernels.md has an
+    example. JAX's caches are cleared on the way in and out: what was traced for one target must not serve another.
+    """
+    jax.clear_caches()
+    _compile_for.append(compute_capability)
+    try:
+        yield
+    finally:
+        _compile_for.pop()
+        jax.clear_caches()
 
 
 def why_not(inputs: Inputs, quant: DeltaQuant, compute_capability: int | None = None) -> str | None:
@@ -30,17 +54,18 @@ def why_not(inputs: Inputs, quant: DeltaQuant, compute_capability: int | None = 
         if importlib.util.find_spec(package) is None:
             return f"the package {package} is not installed (pip install 'jlaqat[cuda13]')"
     if compute_capability is None:
-        if jax.default_backend() != "gpu":
-            return f"JAX runs on {jax.default_backend()!r} here and Triton needs an NVIDIA GPU"
-        compute_capability = device_capability()
+        compute_capability = target_capability()
+    if compute_capability == 0:
+        return f"JAX runs on {_platform()} here and Triton needs an NVIDIA GPU"
     if compute_capability < MINIMUM_CAPABILITY:
         return f"the GPU is SM{compute_capability} and the kernels need SM{MINIMUM_CAPABILITY} or newer"
     if compute_capability >= 100 and quant.state is not None and _triton_version() < (3, 9):
         return "Triton before 3.9 cannot compile the rounded state scan for SM100 and newer (pip install 'triton>=3.9')"
     from jlaqat.kernels.call import Call, UnsupportedByKernels
 
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)
     try:
-        Call(lambda launch: {}, _operands(inputs, None), _options(quant, 1.0, compute_capability))
+        Call(lambda launch: {}, _operands(shapes, None), _options(quant, 1.0, compute_capability))
     except UnsupportedByKernels as reason:
         return str(reason)
     return None
@@ -53,12 +78,22 @@ def _triton_version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
+def _platform() -> str:
+    """ "'cpu'", or with the device's name where that says more."""
+    kind = jax.devices()[0].device_kind
+    return repr(jax.default_backend()) if jax.default_backend() == kind else f"{jax.default_backend()!r} ({kind})"
+
+
 @functools.cache
 def device_capability() -> int:
-    """Compute capability of the default device, 90 for SM90; 0 where it has none."""
-    text = getattr(jax.devices()[0], "compute_capability", "0")
-    major, _, minor = text.partition(".")
-    return int(major) * 10 + int(minor or 0)
+    """Compute capability of the default device, 90 for SM90; 0 where that is no NVIDIA GPU."""
+    major, _, minor = str(getattr(jax.devices()[0], "compute_capability", "")).partition(".")
+    return 10 * int(major) + int(minor) if major.isdecimal() and minor.isdecimal() else 0
+
+
+def target_capability() -> int:
+    """Compute capability that calls are traced for: that of `compile_for`, or of the default device."""
+    return _compile_for[-1] if _compile_for else device_capability()
 
 
 def delta_rule_triton(
@@ -68,15 +103,20 @@ def delta_rule_triton(
     scale: float,
     *,
     compute_capability: int | None = None,
+    portable: bool = False,
 ) -> tuple[Array, Array]:
     """(o [B, T, HV, V] in v's dtype, final_state [N, HV, K, V] float32). `ops.delta_rule` says what arguments must be.
 
     compute_capability: what to compile for (90 for SM90) where there is no GPU to ask: to lower ahead of time.
+    portable: lowered for other platforms than CUDA, run as the xla backend does; otherwise that fails.
 
-    Composes with jit, grad, vmap (folded into the batch; not with cu_seqlens), scan, jax.checkpoint and shard_map over
-    batch and heads. Raises kernels.call.UnsupportedByKernels for what only other backends do: see `why_not`.
+    Composes with jit (it runs on shards of batch and heads as they lie), grad, vmap (folded into the batch; with
+    cu_seqlens one call after the other), scan, jax.checkpoint, and shard_map over batch and heads. Raises
+    kernels.call.UnsupportedByKernels for what only other backends do: see `why_not`.
     """
-    target = _Target(compute_capability or device_capability(), ahead_of_time=compute_capability is not None)
+    if compute_capability is None and _compile_for:
+        compute_capability = _compile_for[-1]
+    target = _Target(compute_capability or device_capability(), compute_capability is not None, portable)
     options = _options(quant, scale, target.capability)
     if cu_seqlens is not None:
         # What the kernels read must lie inside the arrays even where a traced cu_seqlens breaks the rules.
@@ -113,11 +153,13 @@ class _Target:
 
     capability: int
     ahead_of_time: bool
+    portable: bool
+    platform: str = "cuda"
 
     def run(self, launch: Any) -> dict[str, Array]:
         import jax_triton
 
-        axes = frozenset().union(*(varying_axes(x) for x in launch.inputs.values()))
+        axes = all_varying_axes(dict(launch.inputs))
         inputs = {name: vary_over(x, axes) for name, x in launch.inputs.items()}
         outputs = jax_triton.triton_call(
             kernel=launch.kernel,
@@ -142,62 +184,161 @@ def _options(quant: DeltaQuant, scale: float, capability: int) -> Any:
 
 
 def _operands(inputs: Inputs, cu_seqlens: Array | None) -> Any:
+    """The kernels' inputs: gates and states in float32 whatever they were given in."""
     from jlaqat.kernels import call
 
-    initial = inputs.initial_state
-    return call.Inputs(
-        inputs.q,
-        inputs.k,
-        inputs.v,
-        inputs.g if inputs.g.dtype == jnp.float32 else inputs.g.astype(jnp.float32),
-        inputs.beta,
-        initial if initial is None or initial.dtype == jnp.float32 else initial.astype(jnp.float32),
-        cu_seqlens,
-    )
+    def as_float32(x: Any, *kept: Any) -> Any:
+        if x is None or x.dtype in (jnp.float32, *kept):
+            return x
+        return (
+            jax.ShapeDtypeStruct(x.shape, jnp.float32) if isinstance(x, jax.ShapeDtypeStruct) else x.astype("float32")
+        )
+
+    beta = as_float32(inputs.beta, jnp.bfloat16, jnp.float16)
+    return call.Inputs(*inputs[:3], as_float32(inputs.g), beta, as_float32(inputs.initial_state), cu_seqlens)
+
+
+# ------------------------------------------------------------------ the two directions, on whichever platform
 
 
 @functools.cache
 def _forward(target: _Target, options: Any, with_residuals: bool):
+    """(inputs, cu_seqlens) -> kernels.call.Output, as a plain tuple."""
     from jlaqat.kernels import pipeline
 
-    def forward(inputs: Inputs, cu_seqlens: Array | None):
-        return tuple(
-            pipeline.forward(target.run, _operands(inputs, cu_seqlens), options, with_residuals=with_residuals)
-        )
+    def kernels(inputs: Inputs, cu_seqlens: Array | None):
+        operands = _operands(inputs, cu_seqlens)
+        return tuple(pipeline.forward(target.run, operands, options, with_residuals=with_residuals))
 
-    return _folding_vmap(forward)
+    def elsewhere(inputs: Inputs, cu_seqlens: Array | None):
+        """No residuals: the backward starts from the inputs again."""
+        o, final_state = delta_rule_chunked(inputs, cu_seqlens, options.quant, QuantArrays(), options.scale)
+        residuals = jax.eval_shape(kernels, inputs, cu_seqlens)[2]
+        return o, final_state, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), residuals)
+
+    return _folding_vmap(_on_each_platform(target, kernels, elsewhere), "delta_rule_forward")
 
 
 @functools.cache
 def _backward(target: _Target, options: Any):
+    """(inputs, cu_seqlens, residuals, do, dfinal) -> kernels.call.Gradients, as a plain tuple."""
     from jlaqat.kernels import pipeline
 
-    def backward(inputs: Inputs, cu_seqlens: Array | None, residuals: Any, do: Array, dfinal: Array):
-        do, dfinal = do.astype(inputs.v.dtype), dfinal.astype(jnp.float32)
+    def kernels(inputs: Inputs, cu_seqlens: Array | None, residuals: Any, do: Array, dfinal: Array):
         operands = _operands(inputs, cu_seqlens)
         return tuple(pipeline.backward(target.run, operands, residuals, do, dfinal, options))
 
-    return _folding_vmap(backward)
+    def elsewhere(inputs: Inputs, cu_seqlens: Array | None, residuals: Any, do: Array, dfinal: Array):
+        def run(inputs: Inputs):
+            return delta_rule_chunked(inputs, cu_seqlens, options.quant, QuantArrays(), options.scale)
+
+        gradients = jax.vjp(run, inputs)[1]((do, dfinal))[0]
+        likes = jax.eval_shape(kernels, inputs, cu_seqlens, residuals, do, dfinal)
+        return tuple(
+            jnp.zeros(like.shape, like.dtype) if d is None else d.astype(like.dtype)
+            for d, like in zip(gradients, likes, strict=True)
+        )
+
+    return _folding_vmap(_on_each_platform(target, kernels, elsewhere), "delta_rule_backward")
 
 
-def _folding_vmap(function: Any) -> Any:
-    """`function` with vmap folded into the batch: every array of the pipeline counts sequences or their rows first."""
-    call = jax.custom_batching.custom_vmap(function)
+def _on_each_platform(target: _Target, kernels: Any, elsewhere: Any) -> Any:
+    """`kernels` on CUDA, on shards of batch and heads as they lie; `elsewhere` on other platforms if it is portable."""
+
+    def run(inputs: Inputs, cu_seqlens: Array | None, *more: Any):
+        args = (inputs, cu_seqlens, *more)
+        axes = all_varying_axes(args)
+        leaves = jax.tree.leaves(args)
+        tree: Any = jax.tree.structure(args)
+        results = jax.eval_shape(kernels, *args)
+        layouts = _Layouts(inputs, cu_seqlens)
+        mapped = partitioned(
+            lambda *leaves: jax.tree.leaves(kernels(*tree.unflatten(leaves))),
+            jax.tree.leaves(layouts.of_arguments(*args)),
+            jax.tree.leaves(layouts.of_results(results)),
+        )
+
+        def on_cuda(*leaves: Array):
+            return jax.tree.unflatten(jax.tree.structure(results), mapped(*leaves))
+
+        def on_others(*leaves: Array):
+            return jax.tree.map(lambda x: vary_over(x, axes), elsewhere(*tree.unflatten(leaves)))
+
+        if not target.portable:
+            return on_cuda(*leaves)
+        return jax.lax.platform_dependent(*leaves, default=on_others, **{target.platform: on_cuda})
+
+    return run
+
+
+class _Layouts:
+    """How a call's arrays may be cut, see `jlaqat.shards`: along sequences (not where they are packed) and heads."""
+
+    def __init__(self, inputs: Inputs, cu_seqlens: Array | None):
+        self.sequences = inputs.q.shape[0] if cu_seqlens is None else None
+        self.heads = inputs.q.shape[2]
+        self.names = (f"whole{''.join(letters)}" for letters in itertools.product(string.ascii_lowercase, repeat=2))
+
+    def tokens(self, x: Any) -> str:
+        """[B, T, H or HV, ...]"""
+        return self._layout(x, 2)
+
+    def rows(self, x: Any) -> str:
+        """[sequences, or what they consist of, HV, ...]: states, and everything that the kernels keep."""
+        return self._layout(x, 1)
+
+    def of_arguments(self, inputs: Inputs, cu_seqlens: Array | None, *more: Any) -> Any:
+        state = None if inputs.initial_state is None else self.rows(inputs.initial_state)
+        tokens = [self.tokens(x) for x in inputs[:5]]
+        layouts: list[Any] = [tokens, state, None if cu_seqlens is None else next(self.names)]
+        if more:
+            residuals, do, dfinal = more
+            layouts += [jax.tree.map(self.rows, residuals), self.tokens(do), self.rows(dfinal)]
+        return layouts
+
+    def of_results(self, results: Any) -> Any:
+        """Output: o, states, residuals. Gradients: five like the inputs, and the states'."""
+        tokens = 1 if len(results) == 3 else 5
+        return [jax.tree.map(self.tokens, results[:tokens]), jax.tree.map(self.rows, results[tokens:])]
+
+    def _layout(self, x: Any, head_axis: int) -> str:
+        return " ".join(self._word(axis, size, head_axis) for axis, size in enumerate(x.shape))
+
+    def _word(self, axis: int, size: int, head_axis: int) -> str:
+        if axis == 0 and self.sequences is not None:
+            return "b" if size == self.sequences else f"(b {next(self.names)})"
+        if axis == head_axis:
+            return "h" if size == self.heads else f"(h {next(self.names)})"
+        return next(self.names)
+
+
+def _folding_vmap(function: Any, name: str) -> Any:
+    """`function`, traced once a shape; vmap folds into the batch, since arrays count sequences or their rows first.
+
+    Calls with cu_seqlens have a batch of one row to themselves, and run one after the other.
+    """
+    function.__name__ = name
+    call = jax.custom_batching.custom_vmap(jax.jit(function))
 
     @call.def_vmap
     def rule(axis_size: int, in_batched: Any, *args: Any) -> Any:
-        if args[1] is not None:
-            raise NotImplementedError(
-                "vmap over a call with cu_seqlens is not supported by backend='triton': pack the sequences into one "
-                "row instead, or use backend='xla'."
-            )
+        leaves = jax.tree.leaves(args)
+        tree: Any = jax.tree.structure(args)
+        batched = jax.tree.leaves(tuple(in_batched))
 
-        def fold(x: Array, batched: bool) -> Array:
-            x = x if batched else jnp.broadcast_to(x, (axis_size, *x.shape))
+        def one(moving: list[Array]) -> Any:
+            rest = iter(moving)
+            return call(*tree.unflatten([next(rest) if b else x for x, b in zip(leaves, batched, strict=True)]))
+
+        def fold(x: Array, b: bool) -> Array:
+            x = x if b else jnp.broadcast_to(x, (axis_size, *x.shape))
             return x.reshape(axis_size * x.shape[1], *x.shape[2:])
 
-        outputs = call(*jax.tree.map(fold, args, tuple(in_batched)))
-        unfolded = jax.tree.map(lambda x: x.reshape(axis_size, x.shape[0] // axis_size, *x.shape[1:]), outputs)
-        return unfolded, jax.tree.map(lambda x: True, outputs)
+        if args[1] is not None:
+            outputs = jax.lax.map(one, [x for x, b in zip(leaves, batched, strict=True) if b])
+        else:
+            outputs = call(*tree.unflatten(list(map(fold, leaves, batched))))
+            outputs = jax.tree.map(lambda x: x.reshape(axis_size, x.shape[0] // axis_size, *x.shape[1:]), outputs)
+        return outputs, jax.tree.map(lambda x: True, outputs)
 
     return call

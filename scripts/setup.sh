@@ -51,8 +51,14 @@ if ! usable "$venv/bin/python"; then
   "$python" -m venv "$venv"
 fi
 echo "jlaqat: installing${extra:+ (with the \"$extra\" extra)}, versions pinned by constraints.txt; log in .venv/install.log"
-if ! "$venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt \
-  -e ".${extra:+[$extra]}" >"$venv/install.log" 2>&1; then
+install() {
+  "$venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt "$@"
+}
+# The tests lower for CUDA without a GPU, which asks for jax's CUDA plugin (8 MB) but not for what that asks for in turn:
+# without a GPU those would only fail to start, with a traceback at every import.
+if ! { install -e ".${extra:+[$extra]}" &&
+  { [ -z "$extra" ] || [ "$(uname -s)" != Linux ] || install --no-deps jax-cuda13-plugin; }; } \
+  >"$venv/install.log" 2>&1; then
   grep -v 'is ignored' "$venv/install.log" | tail -n 30 >&2
   echo "jlaqat: the installation failed (above: the end of .venv/install.log). Mend it and call again; what is installed stays." >&2
   exit 1

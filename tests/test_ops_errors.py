@@ -107,9 +107,9 @@ def test_backends_that_cannot_serve():
 
 
 def test_auto_says_once_what_it_chose(caplog):
-    from jlaqat import ops
+    from jlaqat import backends
 
-    ops._say_once.cache_clear()
+    backends._say_once.cache_clear()
     with caplog.at_level("INFO", logger="jlaqat"):
         for _ in range(2):
             jax.eval_shape(lambda x: jlaqat.delta_rule(**x), X)
