@@ -66,13 +66,15 @@ def _fake_quantize(
     exact = lax.stop_gradient(x).astype(jnp.float32)
     if spec.granularity == "none":
         rounded = round_to_format(exact, spec.format, rounding=spec.rounding, random_bits=random_bits)
-        return _straight_through(x, to_dtype(rounded, x.dtype))
+        if FORMATS[spec.format].kind != "cast":  # FP8 has no infinity to pass on
+            rounded = jnp.where(jnp.isfinite(exact), rounded, jnp.float32(jnp.nan))
+        return straight_through(x, to_dtype(rounded, x.dtype))
     codes, scale = _quantize(exact, spec, site, amax, random_bits)
     rounded = _dequantize(codes, spread(scale, x.shape, spec, site), jnp.isfinite(exact))
     if spec.gradient == "clip":
         limit = spread(static_limit(static_amax(amax, x.shape, spec, site), spec.max), x.shape, spec, site)
         x = jnp.where(jnp.abs(exact) > limit, lax.stop_gradient(x), x)
-    return _straight_through(x, to_dtype(rounded, x.dtype))
+    return straight_through(x, to_dtype(rounded, x.dtype))
 
 
 CODE_DTYPES = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2, "int8": jnp.int8, "int4": jnp.int8}
@@ -150,12 +152,12 @@ def _dequantize(codes: jax.Array, scale: jax.Array, finite: jax.Array) -> jax.Ar
 
 
 @jax.custom_jvp
-def _straight_through(x: jax.Array, rounded: jax.Array) -> jax.Array:
+def straight_through(x: jax.Array, rounded: jax.Array) -> jax.Array:
     """`rounded`, with the derivative of `x`."""
     del x
     return rounded
 
 
-@_straight_through.defjvp
+@straight_through.defjvp
 def _straight_through_jvp(primals, tangents):
     return primals[1], tangents[0]

@@ -16,6 +16,9 @@ from jax import lax
 from jlaqat.arithmetic import SMALLEST_NORMAL, bits_of, div_rn, float_of, magnitude_bits, round_to_format
 from jlaqat.spec import FORMATS, KEY_ROW_BLOCK, QuantSpec
 
+FLOAT16_SMALLEST_SCALE = 6e-8
+"""The least scale that is stored in float16, whose smallest magnitude it rounds to."""
+
 NVFP4_SMALLEST_BLOCK_SCALE = 2.0**-9
 """What an NVFP4 block scale becomes where E4M3 would round it to zero: the smallest E4M3 magnitude."""
 
@@ -40,7 +43,14 @@ def scales(x: jax.Array, spec: QuantSpec, site: str, amax: jax.Array | None) -> 
         return _nvfp4_scales(groups)
     if FORMATS[spec.format].block:
         return _power_of_two_scales(groups, spec.max)
-    return compute_scale(groups, spec.max)
+    limit = spec.max if spec.limit is None else spec.limit
+    return _float16_scales(div_rn(groups, limit)) if spec.scale_dtype == "float16" else compute_scale(groups, limit)
+
+
+def _float16_scales(quotient: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(the scale as float16 stores it, the reciprocal of the float32 scale, which codes are found with)."""
+    exact = jnp.where(quotient < jnp.float32(FLOAT16_SMALLEST_SCALE), jnp.float32(FLOAT16_SMALLEST_SCALE), quotient)
+    return round_to_format(exact, "float16"), div_rn(1.0, exact)
 
 
 def _nvfp4_scales(groups: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -31,9 +31,13 @@ def round_state(S: Array, place: Place, quant: DeltaQuant, arrays: QuantArrays) 
     """S [..., b, HV, K, V] as the state quantizer leaves it, gradient straight through."""
     if quant.state is None:
         return S
-    sequence, round_index = place.sequence[..., None], place.round_index[..., None]
-    bits = _bits(quant.state, arrays, S.shape[-2:], sequence, round_index, S.shape[-3])
+    bits = state_bits(S, place, quant.state, arrays)
     return fake_quantize(S, quant.state, site="state", amax=arrays.state_amax, random_bits=bits)
+
+
+def state_bits(S: Array, place: Place, spec: QuantSpec, arrays: QuantArrays) -> Array | None:
+    """Random bits for rounding S [..., b, HV, K, V] as `spec` says; None where it rounds to nearest."""
+    return _bits(spec, arrays, S.shape[-2:], place.sequence[..., None], place.round_index[..., None], S.shape[-3])
 
 
 def round_w(w: Array, place: Place, quant: DeltaQuant, arrays: QuantArrays) -> Array:

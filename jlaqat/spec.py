@@ -42,7 +42,7 @@ FORMATS: dict[str, Format] = {
 
 # Granularities of the formats whose scale is not part of the format, by site. The first is the site's default.
 GRANULARITIES: dict[str, tuple[str, ...]] = {
-    "state": ("tile", "value_row", "key_row", "head"),
+    "state": ("tile", "value_row", "key_row", "head", "none"),
     "w": ("row",),
 }
 KEY_ROW_BLOCK = 32
@@ -69,14 +69,21 @@ class QuantSpec:
       format: a key of `FORMATS`.
       granularity: which elements share a scale; None means the site's default. For a state [K, V]: "tile" (full K ×
         `block_v` columns), "value_row" (one value column over K), "key_row" (one key row × 32 values), "head" (all of
-        it). For W [tokens, K]: "row" (one token over K). NVFP4 and MX carry their own blocks: "block". Casts: "none".
+        it). For W [tokens, K]: "row" (one token over K). NVFP4 and MX carry their own blocks: "block". Casts: "none",
+        which E4M3 and E5M2 take too: a plain cast without a scale, saturating (decode only).
       block_v: columns of a state tile; part of the arithmetic, never tuned. Only read for granularity "tile".
-      rounding: "nearest" (ties to even) or "stochastic" (neighbour drawn with probability by distance, from
-        counter-based bits, so that remat, sharding and backend change no bit).
+      rounding: "nearest" (ties to even), "stochastic" (neighbour drawn with probability by distance, from
+        counter-based bits, so that remat, sharding and backend change no bit), or for integers "half_away" (nearest,
+        ties away from zero; decode only).
       seed: key of the stochastic bits.
       scale: "dynamic" (amax of the tensor at hand) or "static" (a calibrated amax, given in `QuantArrays`).
       gradient: "identity" (straight-through everywhere) or "clip" (zero outside a static scale's range).
       cadence: state only; tokens between two roundings. 64 rounds at chunk boundaries; 1 and 16 run token by token.
+      limit: the magnitude that amax is scaled to; None means the format's largest. Decode only, as are:
+      scale_dtype: what scales are stored in, "float32" or "float16" (rounded to it, at least 6e-8; codes are still
+        found with the float32 scale).
+      basis: "identity", or "hadamard32": the state is held, and rounded, under a 32-point orthonormal Hadamard
+        transform over its values.
 
     Raises QuantConfigError for a combination that has no meaning.
     """
@@ -89,6 +96,9 @@ class QuantSpec:
     scale: str = "dynamic"
     gradient: str = "identity"
     cadence: int = CHUNK_SIZE
+    limit: float | None = None
+    scale_dtype: str = "float32"
+    basis: str = "identity"
 
     def __post_init__(self) -> None:
         _choice("format", self.format, tuple(FORMATS))
@@ -101,9 +111,9 @@ class QuantSpec:
                 )
             object.__setattr__(self, "granularity", own)
         else:
-            _choice("granularity", self.granularity, (None, "tile", "value_row", "key_row", "head", "row"))
+            _choice("granularity", self.granularity, (None, "tile", "value_row", "key_row", "head", "none", "row"))
         _choice("block_v", self.block_v, BLOCK_V_CHOICES)
-        _choice("rounding", self.rounding, ("nearest", "stochastic"))
+        _choice("rounding", self.rounding, ("nearest", "half_away", "stochastic"))
         _choice("scale", self.scale, ("dynamic", "static"))
         _choice("gradient", self.gradient, ("identity", "clip"))
         _choice("cadence", self.cadence, (1, 16, CHUNK_SIZE))
@@ -118,6 +128,46 @@ class QuantSpec:
             raise QuantConfigError(
                 "gradient='clip' needs scale='static': a dynamic scale never clips; use gradient='identity'."
             )
+        self._check_decode_fields()
+
+    def _check_decode_fields(self) -> None:
+        """The fields that only a decode policy reads."""
+        _choice("scale_dtype", self.scale_dtype, ("float32", "float16"))
+        _choice("basis", self.basis, ("identity", "hadamard32"))
+        kind, own = FORMATS[self.format].kind, self.own_granularity
+        if self.granularity == "none" and kind == "int":
+            raise QuantConfigError(
+                f"granularity='none' does not fit format {self.format!r}: integers need a scale; leave it out."
+            )
+        if self.rounding == "half_away" and kind != "int":
+            raise QuantConfigError(f"rounding='half_away' is for integers, not {self.format!r}; use 'nearest'.")
+        scaled = own is None and self.granularity != "none"
+        if self.limit is not None and not (scaled and 0 < self.limit <= self.max):
+            raise QuantConfigError(
+                f"limit={self.limit!r} does not fit format {self.format!r} with granularity {self.granularity!r}; "
+                f"give a number in (0, {self.max:g}] where a float32 scale is computed, or None."
+            )
+        if (self.limit is not None or self.granularity == "none" or self.scale_dtype != "float32") and (
+            self.scale == "static"
+        ):
+            raise QuantConfigError("scale='static' takes no limit, granularity='none' or scale_dtype; leave them out.")
+        if self.scale_dtype != "float32" and not scaled:
+            raise QuantConfigError(
+                f"scale_dtype={self.scale_dtype!r} does not fit format {self.format!r} with granularity "
+                f"{self.granularity!r}, which has no float32 scale; leave it out."
+            )
+
+    @property
+    def decode_only(self) -> bool:
+        """True for settings that a `DecodePolicy` takes and chunked kernels do not."""
+        unscaled = self.granularity == "none" and self.own_granularity is None
+        return (
+            unscaled
+            or self.limit is not None
+            or self.rounding == "half_away"
+            or self.scale_dtype != "float32"
+            or self.basis != "identity"
+        )
 
     @property
     def own_granularity(self) -> str | None:
@@ -152,6 +202,14 @@ class QuantSpec:
         ]
         if self.cadence != CHUNK_SIZE:
             words.append(f"every {self.cadence} token{'s' if self.cadence > 1 else ''}")
+        if self.granularity == "none" and self.own_granularity is None:
+            words.append("no scale")
+        if self.limit is not None:
+            words.append(f"amax to {self.limit:g}")
+        if self.scale_dtype != "float32":
+            words.append(f"{self.scale_dtype} scales")
+        if self.basis != "identity":
+            words.append(self.basis)
         return ", ".join(words)
 
     @classmethod
@@ -173,6 +231,12 @@ class QuantSpec:
     def int4(cls, **overrides: Any) -> QuantSpec:
         """Signed narrow-range INT4 (±7) with a float32 scale (study)."""
         return cls(**{"format": "int4", **overrides})
+
+    @classmethod
+    def int8_hadamard32(cls, **overrides: Any) -> QuantSpec:
+        """INT8 under a Hadamard transform over 32 values, a float16 scale per key row × 32, ties away (decode only)."""
+        own = {"granularity": "key_row", "rounding": "half_away", "scale_dtype": "float16", "basis": "hadamard32"}
+        return cls(**{"format": "int8", **own, **overrides})
 
     @classmethod
     def nvfp4(cls, **overrides: Any) -> QuantSpec:
@@ -220,6 +284,11 @@ class DeltaQuant:
             spec = getattr(self, site)
             if spec is not None:
                 object.__setattr__(self, site, fit_to_site(spec, site))
+                if spec.decode_only:
+                    raise QuantConfigError(
+                        f"{site}=({spec.describe()}) is for decoding only: chunks round with float32 scales at the "
+                        "format's own limit. Give it to a DecodePolicy, or leave out what differs."
+                    )
         if self.w is not None and self.state is not None and self.state.cadence != CHUNK_SIZE:
             raise QuantConfigError(
                 f"w is formed per chunk, so it cannot be rounded beside a state with cadence={self.state.cadence}; "

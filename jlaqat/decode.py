@@ -1,0 +1,398 @@
+"""Decoding with a state that is rounded token by token: `delta_rule_decode` for many tokens, `delta_rule_step` for one.
+
+Both keep to a `DecodePolicy` and pass a `DecodeCarry` from call to call. A sequence may start with a prefix, which runs
+chunk by chunk as `delta_rule` does; its state is handed over, and the tokens after it are decoded.
+"""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jlaqat import checks, ops
+from jlaqat.chunked import Inputs, computation_dtype
+from jlaqat.decode_carry import (
+    DecodeCarry,
+    Memory,
+    Stored,
+    check_carry,
+    check_rotation,
+    empty_ring,
+    pack,
+    rotate,
+    round_keys,
+    unpack,
+    write,
+)
+from jlaqat.decode_policy import DecodePolicy
+from jlaqat.decode_reference import decode_reference
+from jlaqat.decode_scan import Span, decode_scan, make_rows, token
+from jlaqat.rounding import div_rn, straight_through
+from jlaqat.shards import vary_over, varying_axes
+from jlaqat.sites import Place
+from jlaqat.spec import DeltaQuant, QuantArrays, QuantConfigError, QuantSpec
+
+Array = jax.Array
+Lengths = int | np.ndarray | Array | None
+
+
+class Tokens(NamedTuple):
+    """Which tokens of a call are prefix and which are decoded. Numpy where the values are known."""
+
+    cu_seqlens: Any  # [N + 1] or None
+    prefix: Any  # [N] int32 or None: no sequence has one
+    lengths: Any  # [N] int32 or None: a batch without padding
+
+
+def delta_rule_decode(
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    beta: Array,
+    state: Array | DecodeCarry | None = None,
+    *,
+    quant: DecodePolicy = DecodePolicy(),  # noqa: B008 (frozen)
+    prefix_lengths: Lengths = None,
+    lengths: Lengths = None,
+    cu_seqlens: Array | None = None,
+    scale: float | None = None,
+    w: QuantSpec | None = None,
+    quant_arrays: QuantArrays | None = None,
+    backend: str = "auto",
+) -> tuple[Array, DecodeCarry]:
+    """Gated DeltaNet or Kimi Delta Attention as a decoder runs it: token by token, the state kept as `quant` says.
+
+    A token decays the state, R = Diag(e^g)·S, and writes W = R + k (β (v − Rᵀk))ᵀ; the policy says when W is rounded
+    and what o = scale·Sᵀq reads. Gradients pass straight through every rounding, to all operands and a float `state`.
+
+    Args:
+      q, k: [B, T, H, K] in one of float32, bfloat16, float16, float64 (under x64). Normalise k (and q) beforehand.
+      v: [B, T, HV, V] in the same dtype; HV a multiple of H, and value head hv reads key head hv // (HV/H).
+      g: log decay, natural log, ≤ 0, float32. [B, T, HV] (GDN) or [B, T, HV, K] (KDA). beta: [B, T, HV].
+      state: [N, HV, K, V] floating point, zeros where None: it is handed over to the decoder, and so rounded once
+        (quantize_initial). Or the carry of the call before, under the same policy, from which no gradient flows.
+      quant: the policy, static under jit.
+      prefix_lengths: tokens at the start of each sequence that run chunk by chunk, in float32 (rounded at chunk
+        boundaries with prefill_state_qdq), before the hand-off. int32 [N], or one int for all; N sequences: B, or
+        len(cu_seqlens) − 1. Values may be traced; known ones let the rest of the tokens be skipped.
+      lengths: int32 [B], tokens of each sequence of a padded batch; the padding after them gives o = 0. Not with
+        cu_seqlens.
+      cu_seqlens: int32 [N + 1], packed sequences along T (then B = 1), as in `delta_rule`.
+      scale: of q; a Python number, K^−½ unless given.
+      w: rounds the WY factor inside prefixes, as `DeltaQuant.w`.
+      quant_arrays: step, layer and offsets that key stochastic rounding; a static w_amax.
+      backend: "xla" (any device), "reference" (slow, for tests), or "auto". A prefix runs on the backend of that name.
+
+    Returns (o [B, T, HV, V] in v's dtype, the carry). Cutting a decode into calls at any token changes no bit; where a
+    prefix is cut, each part is handed over, and so rounded, by itself. A call without tokens writes nothing. A prefix
+    after decoded tokens (the next turn of a dialogue) starts from the state as it stands.
+
+    Raises ValueError (QuantConfigError for policies, NotImplementedError for a backend that cannot run this) before any
+    work. Where traced lengths or cu_seqlens break the rules, everything returned is NaN.
+
+    Source of the maths: arXiv 2412.06464, arXiv 2510.26692; docs/decode.md says what rounds where, and who does it.
+    """
+    inputs, tokens, arrays, scale = _prepare(
+        q, k, v, g, beta, state, quant, prefix_lengths, lengths, cu_seqlens, scale, quant_arrays
+    )
+    backend = _choose(backend)
+    if backend == "reference":
+        return decode_reference(inputs, state, quant, tokens, arrays, scale, w)
+    memory = None if not isinstance(state, DecodeCarry) else unpack(state, quant, computation_dtype(inputs.v))
+    o_prefix, inside, memory = _prefill(inputs, memory, tokens, quant, arrays, scale, w, backend)
+    o, memory = _decode(inputs, memory, tokens, quant, arrays, scale)
+    if inside is not None:
+        o = jnp.where(inside[..., None, None], o_prefix, o)
+    carry = pack(memory, quant, inputs.k.shape[2], inputs.g.ndim == 4)
+    return _poison((o.astype(inputs.v.dtype), carry), tokens, inputs.k.shape[1])
+
+
+def delta_rule_step(
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    beta: Array,
+    state: Array | DecodeCarry,
+    *,
+    scale: float | None = None,
+    quant: DecodePolicy | None = None,
+    quant_arrays: QuantArrays | None = None,
+) -> tuple[Array, Any]:
+    """One token of the delta rule: what decoding repeats.
+
+    Args:
+      q, k: [B, H, K]. v: [B, HV, V]. g: [B, HV] (GDN) or [B, HV, K] (KDA), log decay. beta: [B, HV].
+      state: [B, HV, K, V]; with a policy also the carry of the step before.
+      scale: of q, K^−½ unless given. quant: the policy; None is plain float32. quant_arrays: see `delta_rule_decode`.
+
+    Returns (o [B, HV, V] in v's dtype, the new state): a DecodeCarry with a policy, else an array in float32 (float64
+    for float64 inputs). The bits are those of `delta_rule_decode` over the same tokens.
+
+    Raises ValueError as `delta_rule` does.
+    """
+    q, k, v, g, beta = map(jnp.asarray, (q, k, v, g, beta))
+    for name, x, layout in (("q", q, "[B, H, K]"), ("k", k, "[B, H, K]"), ("v", v, "[B, HV, V]")):
+        if x.ndim != 3:
+            raise ValueError(f"{name} is {checks.describe(x)}; a step takes {layout}, without a token axis.")
+    if g.ndim not in (2, 3) or beta.ndim != 2:
+        raise ValueError(
+            f"g is {checks.describe(g)} and beta {checks.describe(beta)}; a step takes g [B, HV] or [B, HV, K] "
+            "and beta [B, HV]."
+        )
+    q, k, v, g, beta = (x[:, None] for x in (q, k, v, g, beta))
+    if quant is not None:
+        o, carry = delta_rule_decode(q, k, v, g, beta, state, quant=quant, scale=scale, quant_arrays=quant_arrays)
+        return o[:, 0], carry
+    if isinstance(state, DecodeCarry):
+        raise ValueError("state is a DecodeCarry, but quant is None; pass the policy that made it: quant=carry.policy.")
+    plain = DecodePolicy()
+    inputs, tokens, arrays, scale = _prepare(q, k, v, g, beta, state, plain, None, None, None, scale, quant_arrays)
+    memory = _hand_over(inputs.initial_state, None, None, inputs, plain, arrays)
+    o, memory = _decode(inputs, memory, tokens, plain, arrays, scale)
+    return o[:, 0].astype(v.dtype), memory.S
+
+
+# ---- phases ----------------------------------------------------------------------------------------------------------
+
+
+def _prefill(inputs: Inputs, memory: Memory | None, tokens: Tokens, quant, arrays, scale: float, w, backend: str):
+    """(o of the prefixes, which tokens they are [B, T] or None, the memory that the first decoded tokens see)."""
+    if tokens.prefix is None or inputs.k.shape[1] == 0:
+        if memory is None:
+            memory = _hand_over(inputs.initial_state, None, None, inputs, quant, arrays)
+        return None, None, memory
+    T = inputs.k.shape[1]
+    stop = _longest(tokens, T)
+    inside = _inside(tokens, inputs.k.shape[0], T)
+    before = inputs.initial_state if memory is None else _unrotated(memory.S, quant)
+    operands = [_only(inside[:, :stop], x[:, :stop]) for x in inputs[:5]]
+    o, after = ops.delta_rule(
+        *operands,
+        scale=scale,
+        initial_state=before,
+        cu_seqlens=tokens.cu_seqlens,
+        quant=DeltaQuant(state=quant.state if quant.prefill_state_qdq else None, w=w),
+        quant_arrays=arrays,
+        backend=backend,
+    )
+    o = jnp.pad(o, ((0, 0), (0, T - stop), (0, 0), (0, 0)))
+    prefix = jnp.asarray(tokens.prefix)
+    has_prefix = (prefix > 0)[:, None, None, None]
+    if before is None:
+        before = jnp.zeros_like(after)
+    S = jnp.where(has_prefix, after, before)
+    if memory is None:
+        return o, inside, _hand_over(S, None, prefix, inputs, quant, arrays)
+    fresh = _hand_over(S, memory.residual, memory.position + prefix, inputs, quant, arrays)
+
+    def pick(new: Array, old: Array) -> Array:
+        return jnp.where(has_prefix.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
+
+    return o, inside, jax.tree.map(pick, fresh, memory)
+
+
+def _hand_over(S, residual, position, inputs: Inputs, quant: DecodePolicy, arrays: QuantArrays) -> Memory:
+    """The memory of a decoder that is given states S [N, HV, K, V] (None: zeros) after `position` tokens."""
+    count = inputs.k.shape[0] if position is None else position.shape[0]
+    if S is None:
+        S = jnp.zeros((count, inputs.v.shape[2], inputs.k.shape[3], inputs.v.shape[3]), computation_dtype(inputs.v))
+    S = S.astype(computation_dtype(inputs.v))
+    S = rotate(S) if quant.rotated else S
+    if position is None:
+        position = jnp.zeros(S.shape[0], jnp.int32)
+    if residual is None and quant.error_feedback:
+        residual = jnp.zeros_like(S)
+    stored = Stored(S, None)
+    if quant.state is not None and quant.quantize_initial:
+        sequence = jnp.arange(S.shape[0], dtype=jnp.int32)
+        S, stored, residual = write(S, residual, quant, Place(sequence, position), arrays)
+    ring = empty_ring(quant, S, 1 if inputs.g.ndim == 3 else inputs.k.shape[3])
+    return Memory(S, stored, ring, residual, position, jnp.zeros_like(position))
+
+
+def _decode(inputs: Inputs, memory: Memory, tokens: Tokens, quant: DecodePolicy, arrays: QuantArrays, scale: float):
+    """(o [B, T, HV, V], 0 where nothing is decoded; the memory after the last token)."""
+    T, dtype = inputs.k.shape[1], computation_dtype(inputs.v)
+    skipped = _shortest(tokens)
+    if skipped >= T:
+        return jnp.zeros(inputs.v.shape, dtype), memory
+    q, k, v, g, beta = (x[:, skipped:].astype(dtype) for x in inputs[:5])
+    k, g = round_keys(k, quant), round_decay(g, quant)
+    v = rotate(v) if quant.rotated else v
+    axes = frozenset().union(*(varying_axes(x) for x in jax.tree.leaves((q, k, v, g, beta, memory, arrays))))
+    memory = jax.tree.map(lambda x: vary_over(x, axes), memory)
+    if T - skipped == 1 and tokens.cu_seqlens is None:
+        active, sequence = jnp.ones(k.shape[0], bool), jnp.arange(k.shape[0], dtype=jnp.int32)
+        if tokens.prefix is not None:
+            active = active & (jnp.asarray(tokens.prefix) <= skipped)
+        if tokens.lengths is not None:
+            active = active & (jnp.asarray(tokens.lengths) > skipped)
+        row = make_rows((x[:, 0] for x in (q, k, v, g, beta)), scale)
+        memory, o, _ = token(memory, row, active, sequence, quant, arrays)
+        o = o[:, None]
+    else:
+        start, stop = (None if x is None else jnp.asarray(x) - skipped for x in (tokens.prefix, tokens.lengths))
+        cu_seqlens = None if tokens.cu_seqlens is None else jnp.asarray(tokens.cu_seqlens)
+        span = Span(cu_seqlens, start, None if cu_seqlens is not None else stop)
+        o, memory = decode_scan(quant, scale, Inputs(q, k, v, g, beta, memory.S), memory, span, arrays)
+    o = rotate(o) if quant.rotated else o
+    return jnp.pad(o, ((0, 0), (skipped, 0), (0, 0), (0, 0))), memory
+
+
+def round_decay(g: Array, quant: DecodePolicy) -> Array:
+    """g on the policy's grid, ties to even, with an identity gradient."""
+    if quant.decay_log_step is None:
+        return g
+    exact, step = jax.lax.stop_gradient(g).astype(jnp.float32), float(quant.decay_log_step)
+    return straight_through(g, (jnp.round(div_rn(exact, step)) * jnp.float32(step)).astype(g.dtype))
+
+
+def _unrotated(S: Array, quant: DecodePolicy) -> Array:
+    return rotate(S) if quant.rotated else S
+
+
+def _only(inside: Array, x: Array) -> Array:
+    """x [B, T, ...] where inside [B, T], else 0: tokens that neither write nor decay."""
+    return jnp.where(inside.reshape(*inside.shape, *(1,) * (x.ndim - 2)), x, jnp.zeros((), x.dtype))
+
+
+def _inside(tokens: Tokens, B: int, T: int) -> Array:
+    """[B, T] bool: the token belongs to a prefix."""
+    index, prefix = jnp.arange(T, dtype=jnp.int32), jnp.asarray(tokens.prefix)
+    if tokens.cu_seqlens is None:
+        return index[None] < prefix[:, None]
+    cu = jnp.asarray(tokens.cu_seqlens)
+    sequence = jnp.searchsorted(cu[1:], index, side="right").astype(jnp.int32)
+    known = sequence < prefix.shape[0]
+    sequence = jnp.minimum(sequence, prefix.shape[0] - 1)
+    return (known & (index - cu[sequence] < prefix[sequence]))[None]
+
+
+def _longest(tokens: Tokens, T: int) -> int:
+    """Tokens that the prefixes reach into, at most."""
+    known = isinstance(tokens.prefix, np.ndarray) and tokens.cu_seqlens is None
+    return int(tokens.prefix.max()) if known else T
+
+
+def _shortest(tokens: Tokens) -> int:
+    """Tokens before the first decoded one, as far as is known."""
+    known = isinstance(tokens.prefix, np.ndarray) and tokens.cu_seqlens is None
+    return int(tokens.prefix.min()) if known else 0
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+
+
+def _prepare(q, k, v, g, beta, state, quant, prefix_lengths, lengths, cu_seqlens, scale, quant_arrays):
+    """(Inputs, Tokens, QuantArrays, scale), checked."""
+    if not isinstance(quant, DecodePolicy):
+        raise QuantConfigError(
+            f"quant={quant!r:.80} is a {type(quant).__name__}; give a DecodePolicy, such as "
+            "DecodePolicy.preset('serving') or DecodePolicy(state=QuantSpec.fp8())."
+        )
+    q, k, v, g, beta = map(jnp.asarray, (q, k, v, g, beta))
+    checks.check_operands(q, k, v, g, beta)
+    if cu_seqlens is not None:
+        cu_seqlens = cu_seqlens if checks.is_traced(cu_seqlens) else np.asarray(cu_seqlens)
+        checks.check_cu_seqlens(cu_seqlens, k)
+        cu_seqlens = cu_seqlens.astype(np.int32)
+    (B, T, H, K), (HV, V) = k.shape, v.shape[2:]
+    count = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    check_rotation(quant, V)
+    initial_state = None
+    if isinstance(state, DecodeCarry):
+        check_carry(state, quant, (count, HV, K, V), H, g)
+    elif state is not None:
+        initial_state = jnp.asarray(state)
+        checks.check_initial_state(initial_state, (count, HV, K, V))
+        initial_state = initial_state.astype(computation_dtype(v))
+    elif cu_seqlens is not None or count:
+        initial_state = jnp.zeros((count, HV, K, V), computation_dtype(v))
+    arrays = QuantArrays() if quant_arrays is None else quant_arrays
+    if not isinstance(arrays, QuantArrays):
+        raise QuantConfigError(f"quant_arrays is a {type(arrays).__name__}; give a QuantArrays or leave it out.")
+    if arrays.state_amax is not None:
+        raise QuantConfigError(
+            "quant_arrays.state_amax was given, but a decode policy has dynamic scales; leave it out."
+        )
+    checks.check_token_axis(quant, q=q, k=k, v=v, g=g, beta=beta)
+    tokens = _tokens(prefix_lengths, lengths, cu_seqlens, count, T)
+    return Inputs(q, k, v, g, beta, initial_state), tokens, arrays, checks.check_scale(scale, K)
+
+
+def _tokens(prefix_lengths: Lengths, lengths: Lengths, cu_seqlens: Any, count: int, T: int) -> Tokens:
+    if lengths is not None and cu_seqlens is not None:
+        raise ValueError(
+            "lengths and cu_seqlens were both given and may contradict each other; give cu_seqlens for packed "
+            "sequences, or lengths for a padded batch."
+        )
+    prefix = _per_sequence("prefix_lengths", prefix_lengths, count)
+    if isinstance(prefix, np.ndarray) and not prefix.any():
+        _check_range("prefix_lengths", prefix, T)
+        prefix = None
+    bounds = _per_sequence("lengths", lengths, count)
+    if isinstance(bounds, np.ndarray):
+        _check_range("lengths", bounds, T)
+    if cu_seqlens is not None:
+        bounds = cu_seqlens[1:] - cu_seqlens[:-1]
+    if isinstance(prefix, np.ndarray):
+        _check_range("prefix_lengths", prefix, bounds if isinstance(bounds, np.ndarray) else T)
+    if bounds is not None and prefix is not None and not (isinstance(prefix, np.ndarray) and cu_seqlens is None):
+        prefix = jnp.minimum(jnp.asarray(prefix), jnp.asarray(bounds))
+    return Tokens(cu_seqlens, prefix, bounds)
+
+
+def _per_sequence(name: str, x: Lengths, count: int) -> Any:
+    """x as int32 [N], numpy unless traced."""
+    if x is None:
+        return None
+    if isinstance(x, numbers.Integral):
+        return np.full(count, int(x), np.int32)
+    x = x if isinstance(x, jax.core.Tracer) else np.asarray(x)
+    if x.shape != (count,) or not jnp.issubdtype(x.dtype, jnp.integer):
+        raise ValueError(
+            f"{name} is {checks.describe(x)}; it must be an integer, or int32 [N] with one length for each of the "
+            f"N={count} sequences."
+        )
+    return x.astype(np.int32)
+
+
+def _check_range(name: str, x: np.ndarray, most: Any) -> None:
+    outside = np.flatnonzero((x < 0) | (x > most))
+    if outside.size:
+        n = outside[0]
+        limit = int(np.broadcast_to(most, x.shape)[n])
+        raise ValueError(f"{name}[{n}]={x[n]} is out of range; sequence {n} has {limit} tokens, so give 0 to {limit}.")
+
+
+def _choose(backend: str) -> str:
+    if backend not in checks.BACKENDS:
+        raise ValueError(f"backend={backend!r} is unknown; choose one of {', '.join(map(repr, checks.BACKENDS))}.")
+    if backend == "triton":
+        raise NotImplementedError(
+            "backend='triton' cannot serve this call: its kernels do not decode with a policy. Use backend='xla', or "
+            "'auto', which runs prefixes on the fastest backend and decodes on 'xla'."
+        )
+    return backend
+
+
+def _poison(result: tuple[Array, DecodeCarry], tokens: Tokens, T: int) -> tuple[Array, DecodeCarry]:
+    """NaN everywhere if traced bounds break the rules: nothing can raise there, and nothing may look right."""
+    sound = [jnp.all((x >= 0) & (x <= T)) for x in (tokens.prefix, tokens.lengths) if checks.is_traced(x)]
+    cu = tokens.cu_seqlens
+    if cu is not None and checks.is_traced(cu):
+        sound.append((cu[0] == 0) & (cu[-1] <= T))
+    if not sound:
+        return result
+    right = jnp.all(jnp.stack(sound))
+
+    def mark(x: Array) -> Array:
+        return jnp.where(right, x, jnp.asarray(jnp.nan, x.dtype)) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    return jax.tree.map(mark, result)

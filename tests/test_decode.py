@@ -1,0 +1,364 @@
+"""Decoding under a policy: against its definition, against itself cut into calls, against plain decoding and FLA."""
+
+import dataclasses
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jlaqat
+from jlaqat import DecodePolicy, QuantArrays, QuantSpec
+from jlaqat.spec import DeltaQuant
+from jlaqat.testing import assert_close, make_inputs
+
+pytestmark = pytest.mark.usefixtures("strict_promotion")
+SIZES = dict(H=1, HV=2, K=8, V=32)
+FACTORS = DecodePolicy(state=QuantSpec.fp8(), mode="replay", window=4, factor_qdq=True, readout="stored")
+HADAMARD = DecodePolicy(state=QuantSpec.int8_hadamard32(), decay_log_step=1 / 64)
+FEEDBACK = DecodePolicy(state=QuantSpec.int8(rounding="stochastic"), error_feedback=True, readout="stored")
+slow = pytest.mark.slow
+
+
+def operands(seed=0, **sizes):
+    x = make_inputs(seed, **{**SIZES, **sizes})
+    return x, x.pop("initial_state")
+
+
+@functools.partial(jax.jit, static_argnames=("quant", "settings"))
+def decode(x, state, quant, settings=(), **traced):
+    return jlaqat.delta_rule_decode(**x, state=state, quant=quant, **dict(settings), **traced)
+
+
+@functools.partial(jax.jit, static_argnames="quant")
+def step(x, state, quant):
+    return jlaqat.delta_rule_step(**x, state=state, quant=quant)
+
+
+def defined(x, state, quant, **settings):
+    return jlaqat.delta_rule_decode(**x, state=state, quant=quant, backend="reference", **settings)
+
+
+def assert_same_bits(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b)):
+        assert x.dtype == y.dtype and np.asarray(x).tobytes() == np.asarray(y).tobytes()
+
+
+# ---- against the definition ------------------------------------------------------------------------------------------
+
+PRESETS = {
+    "off": DecodePolicy(),
+    "modelopt": DecodePolicy.preset("modelopt"),
+    "serving": DecodePolicy.preset("serving", window=5),
+    "factors": FACTORS,
+    "hadamard": HADAMARD,
+    "flashinfer_cast": DecodePolicy.preset("flashinfer_cast"),
+    **{
+        name: pytest.param(policy, marks=slow)
+        for name, policy in {
+            "vllm_fp16_sr": DecodePolicy.preset("vllm_fp16_sr"),
+            "vllm_int8": DecodePolicy.preset("vllm_int8"),
+            "vllm_fp8": DecodePolicy.preset("vllm_fp8", rounding="stochastic"),
+            "sglang_fp8": DecodePolicy.preset("sglang_fp8"),
+            "sglang_replay": DecodePolicy.preset("sglang_replay", window=3),
+            "tpu_bf16": DecodePolicy.preset("tpu_bf16"),
+            "feedback": FEEDBACK,
+            "head": DecodePolicy(state=QuantSpec.int4(granularity="head"), quantize_initial=False),
+            "nvfp4": DecodePolicy(state=QuantSpec.nvfp4()),
+        }.items()
+    },
+}
+
+
+@pytest.mark.usefixtures("x64", "compile_quickly")
+@pytest.mark.parametrize("policy", PRESETS.values(), ids=PRESETS)
+def test_the_scan_is_the_definition(policy):
+    x, state = operands(1, B=2, T=13, gate="kda", dtype=np.float64)
+    prefix = np.array([0, 5], np.int32)
+    o, carry = decode(x, state, policy, prefix_lengths=prefix)
+    o_defined, carry_defined = defined(x, state, policy, prefix_lengths=prefix)
+    assert_close(o, o_defined, 1e-12, "o")
+    assert_close(carry.state(), carry_defined.state(), 1e-6, "state")  # of states in float32
+    for field in ("position", "cursor"):
+        assert np.array_equal(getattr(carry, field), getattr(carry_defined, field)), field
+
+
+@pytest.mark.usefixtures("x64", "compile_quickly")
+@pytest.mark.parametrize(
+    ("policy", "layout"),
+    [
+        (FACTORS, "packed"),
+        (dataclasses.replace(HADAMARD, error_feedback=True), "batch"),
+        pytest.param(FEEDBACK, "packed", marks=slow),
+        pytest.param(DecodePolicy.preset("serving", window=3), "batch", marks=slow),
+    ],
+    ids=["factors-packed", "hadamard-batch", "feedback-packed", "serving-batch"],
+)
+def test_gradients_are_those_of_the_definition(policy, layout):
+    gate = "gdn" if layout == "packed" else "kda"
+    if layout == "packed":
+        x, state = operands(2, T=14, num_sequences=3, gate=gate, dtype=np.float64)
+        settings = dict(cu_seqlens=np.array([0, 6, 6, 13], np.int32), prefix_lengths=np.array([2, 0, 3], np.int32))
+    else:
+        x, state = operands(2, B=2, T=7, gate=gate, dtype=np.float64)
+        settings = dict(prefix_lengths=np.array([0, 3], np.int32))
+    do = np.random.default_rng(0).normal(size=x["v"].shape)
+
+    def gradients(run):
+        return jax.grad(lambda x, state: (run(x, state, policy, **settings)[0] * do).sum(), argnums=(0, 1))(x, state)
+
+    got, wanted = gradients(decode), gradients(defined)
+    for name in x:
+        assert_close(got[0][name], wanted[0][name], 1e-12, f"d{name}")
+    assert_close(got[1], wanted[1], 1e-12, "d state")
+
+
+# ---- bits ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("policy", "gate"),
+    [(FEEDBACK, "gdn"), (DecodePolicy.preset("serving", window=4), "kda"), pytest.param(FACTORS, "gdn", marks=slow)],
+    ids=["token", "replay", "factors"],
+)
+def test_a_decode_cut_anywhere_has_the_bits_of_the_whole(policy, gate):
+    T = 11
+    x, state = operands(3, B=2, T=T, gate=gate)
+    start = jlaqat.delta_rule_decode(**{n: a[:, :0] for n, a in x.items()}, state=state, quant=policy)[1]
+    o, carry = decode(x, start, policy, lengths=np.array([T, T - 2], np.int32))
+    assert np.array_equal(carry.position, [T, T - 2]) and not np.any(o[1, T - 2 :])
+
+    for cut in (1, 4, 7, 10):
+        o_head, between = decode(x, start, policy, lengths=np.array([cut, cut - 1], np.int32))
+        rest = np.array([T - cut, T - 2 - (cut - 1)], np.int32)
+        shifted = {n: np.stack([np.roll(a[0], -cut, axis=0), np.roll(a[1], 1 - cut, axis=0)]) for n, a in x.items()}
+        o_tail, end = decode(shifted, between, policy, lengths=rest)
+        assert_same_bits(end, carry)
+        for b, begun in enumerate((cut, cut - 1)):
+            assert np.array_equal(np.concatenate([o_head[b, :begun], o_tail[b, : rest[b]]]), o[b, : begun + rest[b]])
+
+    walked = start
+    for t in range(T - 2):
+        o_t, walked = step({n: a[:, t] for n, a in x.items()}, walked, policy)
+        assert np.array_equal(o_t, o[:, t])
+    assert_same_bits(jax.tree.map(lambda a: a[1], walked), jax.tree.map(lambda a: a[1], carry))
+
+
+@pytest.mark.parametrize("readout", ["working", pytest.param("stored", marks=slow)])
+def test_replay_of_one_update_is_token_mode(readout):
+    x, state = operands(4, B=2, T=9)
+    token = DecodePolicy(state=QuantSpec.int8(), readout=readout)
+    o, carry = decode(x, state, token)
+    o_replay, carry_replay = decode(x, state, dataclasses.replace(token, mode="replay", window=1))
+    assert_same_bits((o, carry.values, carry.scale), (o_replay, carry_replay.values, carry_replay.scale))
+
+
+def test_encoding_again_changes_no_bit():
+    x, state = operands(5, B=1, T=7)
+    results = [defined(x, state, dataclasses.replace(FACTORS, encoding=encoding)) for encoding in ("once", "reencode")]
+    assert_same_bits(results[0][0], results[1][0])
+    assert_same_bits(*(jax.tree.leaves(carry) for _, carry in results))
+
+
+def test_token_mode_is_the_recurrence_that_rounds_every_token():
+    x, state = operands(6, B=2, T=20)
+    spec, arrays = QuantSpec.float16(rounding="stochastic", seed=5), QuantArrays(step=3, layer=2)
+    o, carry = decode(x, state, DecodePolicy(state=spec), quant_arrays=arrays)
+    quant = DeltaQuant(state=dataclasses.replace(spec, cadence=1))
+    recurrent = jax.jit(functools.partial(jlaqat.delta_rule_recurrent, quant=quant, quant_arrays=arrays))
+    o_recurrent, final_state = recurrent(**x, initial_state=state)
+    assert_close(o, o_recurrent, 1e-5, "o")  # equal draws: others would differ by 3e-4
+    assert_close(carry.state(), final_state, 1e-5, "state")
+
+
+# ---- plain decoding --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gate", ["gdn", "kda"])
+def test_without_a_policy_it_is_flas_recurrence(gate):
+    torch = pytest.importorskip("torch")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is no GPU
+        from fla.ops.gated_delta_rule.naive import naive_recurrent_gated_delta_rule
+        from fla.ops.kda.naive import naive_recurrent_kda
+    x, state = operands(7, B=2, T=40, H=2, gate=gate)
+    o, carry = decode(x, state, DecodePolicy())
+    naive = naive_recurrent_gated_delta_rule if gate == "gdn" else naive_recurrent_kda
+    o_fla, state_fla = naive(
+        **{n: torch.tensor(a) for n, a in x.items()}, initial_state=torch.tensor(state), output_final_state=True
+    )
+    assert_close(o, o_fla.numpy(), 1e-6, "o")
+    assert_close(carry.state(), state_fla.numpy(), 1e-6, "state")
+    o_recurrent, final_state = jlaqat.delta_rule_recurrent(**x, initial_state=state)
+    assert_close(o, o_recurrent, 1e-6, "o")
+    assert_close(carry.state(), final_state, 1e-6, "state")
+
+
+# ---- prefixes, packing, padding --------------------------------------------------------------------------------------
+
+
+def test_packed_sequences_are_sequences_by_themselves():
+    cu, prefix = np.array([0, 9, 9, 20], np.int32), np.array([4, 0, 0], np.int32)
+    policy = DecodePolicy.preset("serving", window=3)
+    x, state = operands(8, T=23, num_sequences=3)
+    for name in x:
+        x[name][:, 20:] = np.nan  # beyond the sequences
+    o, carry = decode(x, state, policy, cu_seqlens=cu, prefix_lengths=prefix)
+    assert not np.any(o[:, 20:])
+    for n, (start, stop) in enumerate(zip(cu[:-1], cu[1:])):
+        if stop == start:
+            alone = jlaqat.delta_rule_decode(
+                **{k: a[:, :0] for k, a in x.items()}, state=state[n : n + 1], quant=policy
+            )
+        else:
+            part = {k: a[:, start:stop] for k, a in x.items()}
+            alone = decode(part, state[n : n + 1], policy, prefix_lengths=prefix[n : n + 1])
+        assert_close(o[:, start:stop], alone[0], 1e-6, f"o of sequence {n}")
+        assert_close(carry.state()[n : n + 1], alone[1].state(), 1e-6, f"state of sequence {n}")
+    assert np.array_equal(carry.position, [9, 0, 11]) and np.array_equal(carry.cursor, [2, 0, 2])
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_prefix_runs_in_chunks_and_is_handed_over_once(inside):
+    policy = DecodePolicy(state=QuantSpec.fp8(), prefill_state_qdq=inside)
+    x, state = operands(9, B=2, T=72)
+    o, carry = decode(x, state, policy, settings=(("prefix_lengths", 70),))
+    head, tail = ({n: a[:, cut] for n, a in x.items()} for cut in (slice(70), slice(70, None)))
+    quant = DeltaQuant(state=policy.state if inside else None)
+    o_prefix, after = jax.jit(functools.partial(jlaqat.delta_rule, quant=quant))(**head, initial_state=state)
+    assert np.array_equal(o[:, :70], o_prefix)
+    o_rest, end = decode(tail, after, policy)
+    assert np.array_equal(o[:, 70:], o_rest) and np.array_equal(end.values, carry.values)
+    traced = decode(x, state, policy, prefix_lengths=np.array([70, 70], np.int32))
+    assert_close(traced[0], o, 1e-6, "o")
+    assert np.array_equal(traced[1].values, carry.values)
+
+
+def test_a_second_prefix_starts_from_the_state_as_it_stands():
+    policy = DecodePolicy.preset("serving", window=4)
+    x, state = operands(10, B=2, T=6)
+    _, first = decode(x, state, policy)
+    assert first.cursor.tolist() == [2, 2]
+    o, second = decode(x, first, policy, prefix_lengths=np.array([5, 0], np.int32))
+    o_turn, after = decode(x, first.state(), policy, prefix_lengths=np.array([5, 0], np.int32))
+    assert_close(o[0], o_turn[0], 1e-6, "o")
+    assert_close(second.state()[0], after.state()[0], 1e-6, "state")
+    assert second.position.tolist() == [12, 12] and second.cursor.tolist() == [1, 0]
+    assert np.array_equal(o[1], decode(x, first, policy)[0][1])
+
+
+# ---- transformations -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("compile_quickly")
+def test_remat_vmap_and_scan_over_layers_change_nothing():
+    policy = DecodePolicy(state=QuantSpec.int8(rounding="stochastic"), mode="replay", window=3)
+    x, state = operands(11, B=2, T=8)
+    layers = {n: np.stack([a, a[:, ::-1]]) for n, a in x.items()}
+
+    def layer(x, step):
+        arrays = QuantArrays(step=step)
+        return jlaqat.delta_rule_decode(**x, state=state, quant=policy, prefix_lengths=3, quant_arrays=arrays)[0]
+
+    def total(f):
+        return jax.jit(jax.value_and_grad(lambda layers: (f(layers, jnp.arange(2, dtype=jnp.uint32)) ** 2).sum()))
+
+    def one_by_one(layers, steps):
+        return jnp.stack([layer({n: a[i] for n, a in layers.items()}, steps[i]) for i in range(2)])
+
+    def scanned(layers, steps):
+        return jax.lax.scan(lambda c, part: (c, jax.checkpoint(layer)(*part)), 0, (layers, steps))[1]
+
+    plain = total(one_by_one)(layers)
+    assert_same_bits(total(scanned)(layers), plain)
+    mapped = total(jax.vmap(layer))(layers)
+    assert_close(mapped[0], plain[0], 1e-6)
+    for name in x:
+        assert_close(mapped[1][name], plain[1][name], 1e-5, f"d{name}")
+
+
+# ---- the carry -------------------------------------------------------------------------------------------------------
+
+
+def test_the_carry_is_small():
+    x, state = operands(12, B=1, T=0, H=2, HV=4, K=64, V=64)
+    float32 = 4 * 64 * 64 * 4
+    size = {
+        name: sum(a.nbytes for a in jax.tree.leaves(jlaqat.delta_rule_decode(**x, state=state, quant=policy)[1]))
+        for name, policy in (
+            ("int8", DecodePolicy.preset("modelopt_int8")),
+            ("fp8", DecodePolicy.preset("modelopt")),
+            ("hadamard", DecodePolicy(state=QuantSpec.int8_hadamard32())),
+            ("replay", DecodePolicy.preset("serving", window=16)),
+        )
+    }
+    assert size["fp8"] == float32 // 4 + 4 * 4 + 8  # a scale a head and tile, two counters
+    assert size["int8"] == float32 // 4 + 4 * 64 * 2 * 4 + 8
+    assert size["hadamard"] == float32 // 4 + 4 * 64 * 2 * 2 + 8
+    assert size["replay"] == size["int8"] + 16 * (2 * 64 * 2 + 4 * 64 * 2 + 4 * 4)
+
+
+def test_a_call_without_tokens_writes_nothing():
+    x, state = operands(13, B=2, T=5)
+    empty = {n: a[:, :0] for n, a in x.items()}
+    policy = DecodePolicy.preset("serving")
+    _, carry = decode(x, state, policy)
+    o, same = jlaqat.delta_rule_decode(**empty, state=carry, quant=policy, prefix_lengths=0)
+    assert o.shape == (2, 0, 2, 32)
+    assert_same_bits(same, carry)
+
+
+def test_carries_of_another_decode_are_refused():
+    x, state = operands(14, B=2, T=1)
+    policy = DecodePolicy.preset("serving")
+    carry = jlaqat.delta_rule_decode(**x, state=state, quant=policy)[1]
+    call = functools.partial(jlaqat.delta_rule_decode, state=carry)
+    with pytest.raises(ValueError, match="another policy .window: 8 against 4.*carry.state"):
+        call(**x, quant=dataclasses.replace(policy, window=4))
+    call(**x, quant=dataclasses.replace(policy, prefill_state_qdq=True))  # concerns prefixes alone
+    with pytest.raises(ValueError, match=r"the carry holds states \[2, 2, 8, 32\]"):
+        call(**operands(14, B=1, T=1)[0], quant=policy)
+    with pytest.raises(ValueError, match="the carry's ring has 1 key heads"):
+        call(**operands(14, B=2, T=1, H=2)[0], quant=policy)
+    with pytest.raises(ValueError, match="the carry's ring has .* gates"):
+        call(**operands(14, B=2, T=1, gate="kda")[0], quant=policy)
+    with pytest.raises(ValueError, match="quant is None; pass the policy that made it"):
+        jlaqat.delta_rule_step(**{n: a[:, 0] for n, a in x.items()}, state=carry)
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
+
+
+def test_refusals_come_before_any_work():
+    x, state = operands(15, B=2, T=4)
+    call = functools.partial(jlaqat.delta_rule_decode, **x, state=state)
+    with pytest.raises(ValueError, match="give a DecodePolicy"):
+        call(quant=QuantSpec.fp8())
+    with pytest.raises(ValueError, match=r"prefix_lengths\[1\]=5 is out of range; sequence 1 has 4 tokens"):
+        call(prefix_lengths=np.array([0, 5]))
+    with pytest.raises(ValueError, match=r"prefix_lengths\[0\]=3 is out of range; sequence 0 has 2 tokens"):
+        call(prefix_lengths=np.array([3, 3]), lengths=np.array([2, 4]))
+    with pytest.raises(ValueError, match=r"lengths\[0\]=-1"):
+        call(lengths=np.array([-1, 4]))
+    with pytest.raises(ValueError, match="one length for each of the N=2 sequences"):
+        call(prefix_lengths=np.array([1, 1, 1]))
+    with pytest.raises(ValueError, match="lengths and cu_seqlens were both given"):
+        packed = {n: a[:1] for n, a in x.items()}
+        jlaqat.delta_rule_decode(**packed, cu_seqlens=np.array([0, 4]), lengths=np.array([4]))
+    with pytest.raises(ValueError, match="dynamic scales; leave it out"):
+        call(quant_arrays=QuantArrays(state_amax=np.ones(2)))
+    with pytest.raises(NotImplementedError, match="backend='triton' cannot serve this call"):
+        call(backend="triton")
+    with pytest.raises(ValueError, match="V=20 is no multiple of 32"):
+        jlaqat.delta_rule_decode(**operands(15, B=2, T=4, V=20)[0], quant=HADAMARD)
+    with pytest.raises(NotImplementedError, match="must not be traced"):
+        jax.jit(lambda n: call(backend="reference", prefix_lengths=n))(np.array([1, 1]))
+
+
+def test_traced_lengths_that_break_the_rules_give_nan():
+    x, state = operands(16, B=2, T=4)
+    o, carry = decode(x, state, DecodePolicy(), prefix_lengths=np.array([1, 5], np.int32))
+    assert np.isnan(o).all() and np.isnan(carry.state()).all()
