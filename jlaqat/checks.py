@@ -159,7 +159,7 @@ def check_token_axis(quant: DeltaQuant | DecodePolicy, **operands: Any) -> None:
             raise ValueError(
                 f"{name} {describe(x)} is sharded along its tokens (axis 1, {sharding}) while the state is rounded "
                 f"({quant.state.describe()}). A sequence can be split only where its state is linear in the past; "
-                "a rounded one is not. Shard batch and heads instead, or use state=None."
+                f"a rounded one is not. Shard batch and heads instead, or use {type(quant).__name__}(state=None)."
             )
 
 

@@ -16,7 +16,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jlaqat.blocks import RMSNorm, SequenceModule, ShortConvolution, TokenLayout, l2_normalize, linear
-from jlaqat.ops import delta_rule, delta_rule_step
+from jlaqat.decode import delta_rule_step
+from jlaqat.ops import delta_rule
 from jlaqat.quantizers import Quantizer, quantized_delta_rule
 
 Array = jax.Array

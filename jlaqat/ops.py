@@ -157,42 +157,6 @@ def delta_rule_observe(
     return *_poison((o, final_state), cu_seqlens, inputs.k.shape[1]), stats
 
 
-def delta_rule_step(
-    q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array, *, scale: float | None = None
-) -> tuple[Array, Array]:
-    """One token of the delta rule, unquantized: what decoding repeats.
-
-    Args:
-      q, k: [B, H, K]. v: [B, HV, V]. g: [B, HV] (GDN) or [B, HV, K] (KDA), log decay. beta: [B, HV].
-      state: [B, HV, K, V]. scale: of q, K^−½ unless given.
-
-    Returns (o [B, HV, V] in v's dtype, the new state in float32, float64 for float64 inputs).
-
-    Raises ValueError as `delta_rule` does.
-    """
-    q, k, v, g, beta, state = map(jnp.asarray, (q, k, v, g, beta, state))
-    for name, x, layout in (("q", q, "[B, H, K]"), ("k", k, "[B, H, K]"), ("v", v, "[B, HV, V]")):
-        if x.ndim != 3:
-            raise ValueError(f"{name} is {checks.describe(x)}; a step takes {layout}, without a token axis.")
-    if g.ndim not in (2, 3) or beta.ndim != 2:
-        raise ValueError(
-            f"g is {checks.describe(g)} and beta {checks.describe(beta)}; a step takes g [B, HV] or [B, HV, K] "
-            "and beta [B, HV]."
-        )
-    q, k, v, g, beta = (x[:, None] for x in (q, k, v, g, beta))
-    checks.check_operands(q, k, v, g, beta)
-    (B, _, H, K), (HV, V) = k.shape, v.shape[2:]
-    checks.check_initial_state(state, (B, HV, K, V))
-    scale = checks.check_scale(scale, K)
-    dtype = jnp.float64 if v.dtype == jnp.float64 else jnp.float32
-    q, k, v, g, beta, S = (x.astype(dtype) for x in (q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], state))
-    q, k = jnp.repeat(q, HV // H, axis=1), jnp.repeat(k, HV // H, axis=1)
-    S = S * jnp.exp(g[..., None] if g.ndim == 3 else g[..., None, None])
-    error = beta[..., None] * (v - (S * k[..., None]).sum(-2))
-    S = S + k[..., None] * error[..., None, :]
-    return (scale * (S * q[..., None]).sum(-2)).astype(v.dtype), S
-
-
 def _prepare(q, k, v, g, beta, scale, initial_state, cu_seqlens, quant, quant_arrays):
     """Operands as arrays, checked."""
     q, k, v, g, beta = (x if isinstance(x, jax.Array) else jnp.asarray(x) for x in (q, k, v, g, beta))

@@ -130,8 +130,10 @@ def test_misuse_is_named():
     x = jnp.ones(4)
     with pytest.raises(QuantConfigError, match=r"fmt='fp8' is not a format; choose one of e4m3"):
         round_to_format(x, "fp8")
-    with pytest.raises(QuantConfigError, match=r"rounding='up' .* 'nearest' or 'stochastic'"):
+    with pytest.raises(QuantConfigError, match=r"rounding='up' .* 'nearest', 'half_away' or 'stochastic'"):
         round_to_format(x, "e4m3", rounding="up")
+    with pytest.raises(QuantConfigError, match=r"rounding='half_away' is for integers, not 'e4m3'"):
+        round_to_format(x, "e4m3", rounding="half_away")
     with pytest.raises(ValueError, match=r"was given no random_bits; pass random_bits"):
         round_to_format(x, "e4m3", rounding="stochastic")
     with pytest.raises(ValueError, match=r"rounding='nearest' was given random_bits"):
