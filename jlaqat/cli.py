@@ -1,4 +1,4 @@
-"""The command line: `jlaqat train | eval | study | summary`. Each command loads a config, applies overrides, and runs.
+"""The command line: `jlaqat train | eval | study | summary | parity`. Commands load a config, override keys, and run.
 
 A user's mistake (a wrong key, a missing file, a shape that cannot work) ends with one line on standard error and exit
 status 2; a run that fails on its way (a loss that is not finite) with status 1; anything else is a bug and shows its
@@ -12,11 +12,12 @@ import difflib
 import inspect
 import json
 import logging
+import os
 import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tyro
 
@@ -182,6 +183,62 @@ class Summary:
             describe(model, config.model, config.data, title=self.config)
 
 
+@dataclasses.dataclass(kw_only=True)
+class Parity:
+    """The same call in JAX, through the PyTorch bridge and in FLA, each held against a float64 reference.
+
+    Examples:
+    $ jlaqat parity
+    $ jlaqat parity --gate kda --quant state_w_fp8 --shape 2x128x2x64
+    $ jlaqat parity --lengths 0 64 5 70 --dtype float16 --json runs/parity.json
+    $ jlaqat parity --shape 8x4096x16x128 --quant state_int8            # on a GPU
+
+    All sides get the same bits, cotangents included. The table has a row for o, the final state and every gradient:
+    each side's error ratio RMS(x − ref)/RMS(ref), the contract's bound, and on a GPU whether JAX and PyTorch agree bit
+    for bit. Exit status 0 if JAX and PyTorch keep to the bounds and to equal bits, else 1; FLA is only shown.
+
+    On a GPU: the Triton kernels from JAX and from PyTorch, and FLA's kernels. On a CPU: the xla backend, the kernels in
+    Triton's interpreter (slow: keep to a few thousand elements) and FLA's naive references. Needs jlaqat[torch].
+    """
+
+    gate: Literal["gdn", "kda"] = "gdn"
+    """"gdn": one decay a head; "kda": one a key channel."""
+    shape: str = "1x128x2x32"
+    """BxTxHxK or BxTxHxKxV; H as 4g8 for 8 value heads over 4 key heads."""
+    lengths: tuple[int, ...] = ()
+    """Lengths of packed sequences (0 is one), instead of B and T."""
+    dtype: Literal["float32", "float16", "bfloat16"] | None = None
+    """Of q, k and v; bfloat16 on a GPU and float32 on a CPU unless given."""
+    quant: str = "none"
+    """"none", or a recipe's name or path with dynamic scales that the kernels serve, such as state_w_fp8."""
+    seed: int = 0
+    """Of the inputs and cotangents."""
+    max_beta: float = 1.0
+    """Write strengths are drawn from (0, max_beta); 2 for negative eigenvalues."""
+    backend: Literal["auto", "triton", "xla"] = "auto"
+    """Of the JAX side."""
+    fla: bool = True
+    """With --no-fla, FLA is left out. It is anyway where something is rounded."""
+    json: Path | None = None
+    """Write the table, the settings and the versions here too."""
+
+    def run(self) -> None:
+        # Torch works on the same GPU, in other processes: JAX must leave it memory (docs/parity.md).
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+        from jlaqat.parity import ParityConfig, compare
+        from jlaqat.parity_report import parse_shape, print_report, write_json
+
+        settings: dict[str, Any] = dataclasses.asdict(self)
+        del settings["json"], settings["shape"]
+        config = ParityConfig(**settings | parse_shape(self.shape))
+        report = compare(config)
+        print_report(report, f"{self.gate} {self.lengths or self.shape}, {report.dtype}, quant {self.quant}")
+        if self.json is not None:
+            write_json(self.json, report, config)
+        if not report.passed:
+            raise RunFailed("JAX or PyTorch is outside the bounds, differs in bits, or did not run; see the table.")
+
+
 class RunFailed(RuntimeError):
     """A run that came to a wrong end; exit status 1."""
 
@@ -210,14 +267,15 @@ def _eval_tree(saved: dict[str, Any]) -> dict[str, Any]:
 
 # ------------------------------------------------------------------ entry
 
-COMMANDS: dict[str, type[Train | Eval | Study | Summary]] = {
+COMMANDS: dict[str, type[Train | Eval | Study | Summary | Parity]] = {
     "summary": Summary,
     "train": Train,
     "eval": Eval,
     "study": Study,
+    "parity": Parity,
 }
 
-HELP = """usage: jlaqat {summary,train,eval,study} ...
+HELP = """usage: jlaqat {summary,train,eval,study,parity} ...
 
 Quantization-aware training of Gated DeltaNet and Kimi Delta Attention models.
 
@@ -225,6 +283,7 @@ Quantization-aware training of Gated DeltaNet and Kimi Delta Attention models.
   jlaqat train   --config C --directory D    train, or go on where the run in D stopped
   jlaqat eval    --checkpoint D              score a checkpoint, with its quantizers or with others
   jlaqat study   --config C --directory D    float32, PTQ, QAT and control on the same tokens: table, plot, JSON
+  jlaqat parity                              the same call in JAX, PyTorch and FLA against float64: a table
 
 C is a YAML file, or the name of a packaged config: {configs}.
 Any key of it can be changed at the end of the line: steps=500 quant=state_int8 model.num_layers=8.
@@ -259,7 +318,7 @@ def _run_configs() -> list[str]:
     return [name for name in names if not name.startswith("recipes/")]
 
 
-def _run(command: Train | Eval | Study | Summary) -> int:
+def _run(command: Train | Eval | Study | Summary | Parity) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("jlaqat").setLevel(logging.INFO)
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns of metadata that it does not need

@@ -37,6 +37,8 @@ PART_OF: dict[str, str] = {
     **dict.fromkeys(("data_synthetic", "data_text"), "data"),
     **dict.fromkeys(("study_arms", "study_config", "study_head", "study_report"), "study"),
     "cli_summary": "cli",
+    **dict.fromkeys(("parity", "parity_report"), "cli"),
+    "parity_files": "spec",
     **dict.fromkeys(("packing", "pairs", "recurrent", "shards", "sites"), "chunked"),
     **dict.fromkeys(("checks", "observe", "backends"), "ops"),
     "decode": "ops",
