@@ -1,14 +1,29 @@
-"""Tests that need an NVIDIA GPU: JAX_PLATFORMS=cuda python3 -m pytest tests/gpu."""
+"""Tests that need an NVIDIA GPU.
 
+    JAX_PLATFORMS=cuda python3 -m pytest tests/gpu -n 8        # pytest-xdist; most of the time goes into compiling
+    SHARD=0/8 JAX_PLATFORMS=cuda python3 -m pytest tests/gpu   # without it: every eighth test, in a process of its own
+
+Processes share the GPU, so JAX takes memory as it needs it. References run on the CPU, beside the GPU that is tested.
+"""
+
+import os
 import pathlib
 import sys
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+if os.environ.get("JAX_PLATFORMS") in (None, "", "cuda"):
+    os.environ["JAX_PLATFORMS"] = "cuda,cpu"
 
 import pytest
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # kernel_oracle, kernel_checks
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    shard, _, count = os.environ.get("SHARD", "0/1").partition("/")
+    chosen = items[int(shard) :: int(count)]
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = chosen
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
         for item in items:
