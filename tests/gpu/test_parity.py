@@ -1,4 +1,4 @@
-"""`jlaqat parity` on a GPU: JAX and PyTorch within the bounds, and the same bits. Without FLA, which tunes for minutes."""
+"""`jlaqat parity` on a GPU: within the bounds, and the same bits. Without FLA, which tunes itself for minutes."""
 
 import pytest
 
