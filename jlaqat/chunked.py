@@ -1,9 +1,9 @@
 """The xla backend: the delta rule chunk by chunk, on any device, with a hand-written backward.
 
-One `custom_vjp` serves both gates. What is quadratic in a chunk (A, its inverse X, P) and what depends on no state
-(w, u) is formed for all chunks at once; a scan carries the state; the backward scans the other way. Memory grows
-linearly in T: states are kept at chunk boundaries only, beside P and X; w, u and v' are formed again, from the same
-operands by the same products, so rounding inside the backward falls as it fell in the forward.
+One `custom_vjp` serves both gates. Chunks are taken in blocks: what is quadratic in a chunk (A, its inverse X, P) and
+what depends on no state (w, u) is formed for a block at once; a scan over its chunks carries the state; the backward
+goes the other way. Memory grows linearly in T: states are kept at chunk boundaries only, beside P and X; w, u and v'
+are formed again, from the same operands by the same products, so rounding inside the backward falls as in the forward.
 
 Formulas, names and the places that round: docs/delta_rule.md. In chunk space arrays are [n, b, heads, chunk, ...], see
 `packing`. Everything is computed in float32 (float64 for float64 inputs) with matrix products at full precision.
@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 
 from jlaqat import sites
-from jlaqat.packing import Layout, States, from_chunks, make_layout, to_chunks
+from jlaqat.arithmetic import materialize, traced_for_cpu
+from jlaqat.packing import Layout, States, fill_chunks, from_blocks, from_rows, in_blocks, make_layout, to_chunks
 from jlaqat.pairs import (
     lower,
     matmul,
@@ -36,6 +37,7 @@ from jlaqat.shards import vary_over, varying_axes
 from jlaqat.spec import DeltaQuant, QuantArrays
 
 Array = jax.Array
+BLOCK_MATRICES = 16  # [64, 64] matrices of a block on CPUs, counted over sequences, heads and chunks: a core's cache
 
 
 class Inputs(NamedTuple):
@@ -98,41 +100,68 @@ def _delta_rule(quant: DeltaQuant, scale: float, inputs: Inputs, cu_seqlens: Arr
 
 def forward(quant: DeltaQuant, scale: float, inputs: Inputs, cu_seqlens: Array | None, arrays: QuantArrays):
     """((o, final_state), Residuals)."""
-    layout = make_layout(inputs.k.shape[0], inputs.k.shape[1], cu_seqlens)
-    chunks = chunk_operands(inputs, layout)
-    A, P = pair_products(chunks.q, chunks.k, chunks.G, chunks.beta, scale)
-    X = unit_lower_inverse(A)
-    decayed = decay_operands(chunks, scale)
-    u, w, _ = wy_factors(X, decayed, chunks, layout, quant, arrays)
+    layout, blocks = layout_of(inputs, cu_seqlens)
+    operands = fill_operands(inputs, layout)
     states = States(layout.packed)
 
-    def step(carry, chunk):
-        place, decayed, P, u, w = chunk
-        S = states.read(carry, place.sequence)
-        v_new = u - matmul("bhck,bhkv->bhcv", w, S)
-        o = matmul("bhck,bhkv->bhcv", decayed.q, S) + matmul("bhcj,bhjv->bhcv", P, v_new)
-        S_next = sites.round_state(update_state(S, decayed, v_new), place, quant, arrays)
-        return states.write(carry, S_next, place.sequence), (o, S)
+    def block(carry, layout):
+        chunks = chunk_operands(operands, layout)
+        A, P = pair_products(chunks.q, chunks.k, chunks.G, chunks.beta, scale)
+        X = unit_lower_inverse(A)
+        decayed = decay_operands(chunks, scale)
+        u, w, _ = wy_factors(X, decayed, chunks, layout, quant, arrays)
 
-    scanned = (layout.state_place, decayed, P, u, w)
+        def step(carry, chunk):
+            place, holds, decayed, P, u, w = chunk
+            S = states.read(carry, place.sequence)
+            v_new = u - matmul("...ck,...kv->...cv", w, S)
+            o = matmul("...ck,...kv->...cv", decayed.q, S) + matmul("...cj,...jv->...cv", P, v_new)
+            S_next = sites.round_state(update_state(S, decayed, v_new), place, quant, arrays)
+            return states.write(carry, jnp.where(holds, S_next, S), place.sequence), (o, S)
+
+        carry, (o, S) = jax.lax.scan(step, carry, (layout.state_place, _per_state(layout.holds), decayed, P, u, w))
+        return carry, (to_rows(o, inputs.v), P, X, S)
+
     initial = initial_states(inputs, num_sequences(inputs, cu_seqlens), quant, arrays)
-    carry, (o, entering) = jax.lax.scan(step, states.start(initial), scanned)
-    o = from_chunks(o, layout, inputs.v.shape[1]).astype(inputs.v.dtype)
-    return (o, states.finish(carry)), Residuals(inputs, cu_seqlens, arrays, P, X, entering)
+    carry, (o, *kept) = scan_blocks(block, states.start(initial), blocks)
+    o = from_rows(from_blocks(o), layout, inputs.v.shape[1])
+    return (o, states.finish(carry)), Residuals(inputs, cu_seqlens, arrays, *from_blocks(kept))
 
 
 def backward(quant: DeltaQuant, scale: float, residuals: Residuals, cotangents: tuple[Array, Array]):
     """Gradients of `Inputs`; nothing for cu_seqlens and the quantizers' arrays. Straight-through at every rounding."""
-    inputs, cu_seqlens, arrays, P, X, S = residuals
-    layout = make_layout(inputs.k.shape[0], inputs.k.shape[1], cu_seqlens)
-    chunks = chunk_operands(inputs, layout)
+    inputs, cu_seqlens, arrays, *kept = residuals
+    layout, blocks = layout_of(inputs, cu_seqlens)
+    operands = fill_operands(inputs, layout)
+    do = fill_chunks(cotangents[0], layout)
+    states = States(layout.packed)
+
+    def block(carry, part):
+        layout, P, X, S = part
+        chunks = chunk_operands(operands, layout)
+        do_chunks = to_chunks(do, layout).astype(chunks.v.dtype)
+        carry, gradients = _block_backward(carry, states, chunks, do_chunks, P, X, S, layout, quant, arrays, scale)
+        return carry, tuple(to_rows(x, like) for x, like in zip(gradients, inputs[:5]))
+
+    start = states.start(cotangents[1].astype(kept[-1].dtype))
+    carry, gradients = scan_blocks(block, start, (blocks, *in_blocks(kept, blocks.valid.shape[1])), reverse=True)
+    dq, dk, dv, dg, dbeta = (from_rows(x, layout, inputs.k.shape[1]) for x in from_blocks(gradients))
+    d_initial = None
+    if inputs.initial_state is not None:
+        initial, d_initial = inputs.initial_state.astype(carry.dtype), states.finish(carry)
+        d_initial = sites.state_gradient(initial, d_initial, sites.initial_place(initial.shape[0]), quant, arrays)
+        d_initial = d_initial.astype(inputs.initial_state.dtype)
+    return Inputs(dq, dk, dv, dg, dbeta, d_initial), None, None
+
+
+def _block_backward(d_leaving, states, chunks: Chunks, do, P, X, S, layout: Layout, quant, arrays, scale):
+    """The gradient of the states entering a block of chunks, and those of its q, k, v, g and beta in chunk space."""
     q, k, v, G, beta = chunks
     decayed = decay_operands(chunks, scale)
     u, w, w_exact = wy_factors(X, decayed, chunks, layout, quant, arrays)
     v_new = u - matmul("...ck,...kv->...cv", w, S)
-    do = to_chunks(cotangents[0].astype(v.dtype), layout)
 
-    dv_new, dS, d_initial = _reverse_scan(cotangents[1], do, S, P, w, v_new, decayed, layout, quant, arrays)
+    d_entering, dv_new, dS = _reverse_scan(d_leaving, states, do, S, P, w, v_new, decayed, layout, quant, arrays)
 
     dq_d = matmul("...cv,...kv->...ck", do, S)
     dk_d = matmul("...cv,...kv->...ck", v_new, dS)
@@ -157,48 +186,73 @@ def backward(quant: DeltaQuant, scale: float, residuals: Residuals, cotangents: 
         flow, at_last = total(flow)[..., None], total(at_last[..., None, :])
     dG = (dG + flow).at[..., -1, :].add(at_last)
     dg = jax.lax.cumsum(dG, axis=dG.ndim - 2, reverse=True)
-
-    def restore(x: Array, like: Array) -> Array:
-        return from_chunks(x, layout, like.shape[1]).astype(like.dtype)
-
-    if inputs.initial_state is not None:
-        initial = inputs.initial_state.astype(d_initial.dtype)
-        d_initial = sites.state_gradient(initial, d_initial, sites.initial_place(initial.shape[0]), quant, arrays)
-        d_initial = d_initial.astype(inputs.initial_state.dtype)
-    gradients = Inputs(
-        q=restore(dq, inputs.q),
-        k=restore(dk, inputs.k),
-        v=restore(beta[..., None] * y, inputs.v),
-        g=restore(dg if inputs.g.ndim == 4 else dg[..., 0], inputs.g),
-        beta=restore(dbeta, inputs.beta),
-        initial_state=d_initial if inputs.initial_state is not None else None,
-    )
-    return gradients, None, None
+    return d_entering, (dq, dk, beta[..., None] * y, dg, dbeta)
 
 
 _delta_rule.defvjp(forward, backward)
 
 
-def _reverse_scan(d_final, do, S, P, w, v_new, decayed, layout: Layout, quant: DeltaQuant, arrays: QuantArrays):
-    """dv' of every token, dS of the state leaving every chunk (before rounding), the initial state's gradient."""
-    states = States(layout.packed)
+def _reverse_scan(d_leaving, states, do, S, P, w, v_new, decayed: Decayed, layout: Layout, quant, arrays):
+    """The gradient of the states entering the block, dv' of every token, dS of the state leaving every chunk."""
     clips = quant.state is not None and quant.state.gradient == "clip"
     dv_local = matmul("...ji,...jv->...iv", P, do)
     dS_local = matmul("...ck,...cv->...kv", decayed.q, do)
 
     def step(carry, chunk):
-        place, dv_local, dS_local, decayed, w, leaving = chunk
+        place, holds, dv_local, dS_local, decayed, w, leaving = chunk
         dS = states.read(carry, place.sequence)
         if clips:
             S, v_new = leaving
-            dS = sites.state_gradient(update_state(S, decayed, v_new), dS, place, quant, arrays)
-        dv_new = dv_local + matmul("bhck,bhkv->bhcv", decayed.k, dS)
-        dS_previous = product(decayed.last, dS) + dS_local - matmul("bhck,bhcv->bhkv", w, dv_new)
+            clipped = sites.state_gradient(update_state(S, decayed, v_new), dS, place, quant, arrays)
+            dS = jnp.where(holds, clipped, dS)
+        dv_new = dv_local + matmul("...ck,...kv->...cv", decayed.k, dS)
+        dS_previous = product(decayed.last, dS) + dS_local - matmul("...ck,...cv->...kv", w, dv_new)
         return states.write(carry, dS_previous, place.sequence), (dv_new, dS)
 
-    scanned = (layout.state_place, dv_local, dS_local, decayed, w, (S, v_new) if clips else None)
-    carry, (dv_new, dS) = jax.lax.scan(step, states.start(d_final.astype(do.dtype)), scanned, reverse=True)
-    return dv_new, dS, states.finish(carry)
+    holds, leaving = _per_state(layout.holds), (S, v_new) if clips else None
+    scanned = (layout.state_place, holds, dv_local, dS_local, decayed, w, leaving)
+    carry, (dv_new, dS) = jax.lax.scan(step, d_leaving, scanned, reverse=True)
+    return carry, dv_new, dS
+
+
+def _per_state(holds: Array) -> Array:
+    """[n, b] beside states [n, b, HV, K, V]."""
+    return holds[..., None, None, None]
+
+
+def layout_of(inputs: Inputs, cu_seqlens: Array | None) -> tuple[Layout, Layout]:
+    """Where each chunk of a call comes from, and the same in blocks [n / m, m, ...].
+
+    On CPUs a block is what one core's cache holds, since pages touched for the first time cost more there than the
+    arithmetic on them; elsewhere it is the whole call. No bit depends on it.
+    """
+    (B, T), heads = inputs.k.shape[:2], inputs.v.shape[2]
+    whole = make_layout(B, T, cu_seqlens)
+    n, b = whole.valid.shape[:2]
+    size = max(1, BLOCK_MATRICES // (b * heads)) if traced_for_cpu() else n
+    size = -(-n // -(-n // size))  # blocks of like sizes
+    layout = make_layout(B, T, cu_seqlens, multiple=size)
+    return layout, in_blocks(layout._replace(slot=None), size)
+
+
+def scan_blocks(block, carry, blocks: Any, reverse: bool = False):
+    """`lax.scan` over blocks; a single one without a loop, which compiles quicker."""
+    if jax.tree.leaves(blocks)[0].shape[0] > 1:
+        return jax.lax.scan(block, carry, blocks, reverse=reverse)
+    carry, y = block(carry, jax.tree.map(lambda x: x[0], blocks))
+    return carry, jax.tree.map(lambda x: x[None], y)
+
+
+def fill_operands(inputs: Inputs, layout: Layout) -> Inputs:
+    """Operands with tokens filled up to whole chunks."""
+    q, k, v, g, beta = (fill_chunks(x, layout) for x in inputs[:5])
+    return Inputs(q, k, v, g, beta, None)
+
+
+def to_rows(x: Array, like: Any) -> Array:
+    """Chunk space to rows [n, b, chunk, H, ...] in the dtype of `like`, which may lack x's last axis, of size 1."""
+    x = jnp.moveaxis(x, 2, 3).astype(like.dtype)
+    return x if x.ndim == like.ndim + 1 else x[..., 0]
 
 
 def computation_dtype(v: Array) -> Any:
@@ -210,7 +264,7 @@ def chunk_operands(inputs: Inputs, layout: Layout) -> Chunks:
     dtype = computation_dtype(inputs.v)
     q, k, v, g, beta = (to_chunks(x, layout).astype(dtype) for x in inputs[:5])
     g = g if inputs.g.ndim == 4 else g[..., None]
-    return Chunks(q, k, v, jnp.cumsum(g, axis=-2), beta)
+    return Chunks(*materialize(q, k, v, jnp.cumsum(g, axis=-2), beta))
 
 
 def decay_operands(chunks: Chunks, scale: float) -> Decayed:

@@ -6,7 +6,6 @@ import jax
 
 from jlaqat import chunked, recurrent, sites
 from jlaqat.chunked import Inputs
-from jlaqat.packing import make_layout
 from jlaqat.pairs import matmul
 from jlaqat.rounding import SiteStats, empty_stats, merge_stats, site_stats
 from jlaqat.spec import CHUNK_SIZE, DeltaQuant, QuantArrays
@@ -54,7 +53,7 @@ def _initial_stats(inputs: Inputs, quant: DeltaQuant, arrays: QuantArrays) -> St
 def _chunk_stats(residuals: chunked.Residuals, quant: DeltaQuant, scale: float) -> Stats:
     """Of the states after every chunk and of w, formed again from a forward's residuals."""
     inputs, cu_seqlens, arrays, _, X, S = residuals
-    layout = make_layout(inputs.k.shape[0], inputs.k.shape[1], cu_seqlens)
+    layout, _ = chunked.layout_of(inputs, cu_seqlens)
     chunks = chunked.chunk_operands(inputs, layout)
     decayed = chunked.decay_operands(chunks, scale)
     u, w, w_exact = chunked.wy_factors(X, decayed, chunks, layout, quant, arrays)

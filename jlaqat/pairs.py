@@ -4,27 +4,40 @@ A_ij = β_i Σ_K k_i k_j e^(G_i − G_j) for i > j and P_ij = scale Σ_K q_i k_j
 backward, for one gate a head (GDN: G [..., 1]) and one gate a key channel (KDA: G [..., K]). Source of the maths:
 arXiv 2412.06464, arXiv 2510.26692.
 
-A decay per channel cannot leave the sum over K, and e^(−G) alone overflows. So KDA quarters the chunk: rows of 16 meet
-the columns before them through an anchor, their first row a, as (x_i e^(G_i − G_a)) · (k_j e^(G_a − G_j)); so do rows
-of 4 inside their 16; pairs inside 4 rows are summed exactly. All factors are at most 1, so nothing overflows at any
-decay, and an anchor depends on no later row, so that a prefix gives the same bits.
+A decay per channel cannot leave the sum over K, and e^(−G) alone overflows. So KDA halves the chunk, and the halves,
+down to blocks of 4 tokens: rows of a block's second half meet the columns of its first through an anchor, their first
+row a, as (x_i e^(G_i − G_a)) · (k_j e^(G_a − G_j)); pairs inside 4 tokens are summed one by one. All factors are at
+most 1, so nothing overflows at any decay, and an anchor depends on no later row, so that a prefix gives the same bits.
+P and A share their columns, so their rows lie side by side: token by token, first P's, then A's.
 
 Shapes: q, k [..., H, C, K]; G [..., HV, C, 1 or K]; beta [..., HV, C]; A, P [..., HV, C, C]. C is 64.
 """
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 Array = jax.Array
-QUARTERS = (16, 4)  # rows that share an anchor, level by level
+EXACT = 4  # tokens of the smallest blocks, whose pairs are summed one by one
+PAIRS = tuple((i, j) for i in range(EXACT) for j in range(i + 1))  # rows that share an anchor, level by level
 
 
 def matmul(subscripts: str, x: Array, y: Array) -> Array:
-    """einsum at full precision: float32 must not fall to TF32 or bfloat16 passes."""
-    return jnp.einsum(subscripts, x, y, precision=jax.lax.Precision.HIGHEST)
+    """einsum at full precision: float32 must not fall to TF32 or bfloat16 passes.
+
+    Written "...ab,...bc->...ac", with equal leading axes. Those of size 1 (one sequence, one chunk) are left out of
+    the product: XLA's CPU compiler copies the result of a product that has such an axis.
+    """
+    leading = x.shape[: x.ndim - subscripts.index(",") + 3]
+    kept = tuple(size for size in leading if size != 1)
+    x, y = (a.reshape(*kept, *a.shape[len(leading) :]) for a in (x, y))
+    z = jnp.einsum(subscripts, x, y, precision=jax.lax.Precision.HIGHEST)
+    return z.reshape(*leading, *z.shape[len(kept) :])
 
 
 def product(x: Array | float, y: Array) -> Array:
@@ -35,6 +48,11 @@ def product(x: Array | float, y: Array) -> Array:
     """
     z = x * y
     return jnp.where(jnp.isfinite(z), z, jnp.nan)
+
+
+def small_matmul(x: Array, y: Array) -> Array:
+    """x·y of blocks of a few rows: elementwise, since a matrix product apiece costs more than its arithmetic."""
+    return product(x[..., :, :, None], y[..., None, :, :]).sum(-2)
 
 
 def total(x: Array) -> Array:
@@ -97,8 +115,10 @@ def pair_products_backward(
 
 def _pair_decay(G: Array) -> Array:
     """e^(G_i − G_j) for i ≥ j, else 0."""
+    below = np.tril(np.ones((G.shape[-2], G.shape[-2]), bool))
     difference = G - G.swapaxes(-1, -2)
-    return _exp_where(np.tril(np.ones(difference.shape[-2:], bool)), difference)
+    # Masked before exp: exponents above the diagonal are positive and overflow.
+    return jnp.exp(jnp.where(jnp.broadcast_to(below, difference.shape), difference, -jnp.inf))
 
 
 def _gdn_backward(q, k, G, beta, scale, dA, dP):
@@ -118,121 +138,125 @@ def _gdn_backward(q, k, G, beta, scale, dA, dP):
 
 
 def _kda_products(q: Array, k: Array, G: Array, beta: Array, scale: float) -> tuple[Array, Array]:
-    row_q, row_k, columns = _kda_operands(q, k, beta, scale)
-    decayed = _blocks(columns, QUARTERS[-1])[..., None, :, :] * _exact_decay(G)
-    P, A = (product(_blocks(row, QUARTERS[-1])[..., :, None, :], decayed).sum(-1) for row in (row_q, row_k))
-    for size in reversed(QUARTERS):
-        row_decay, column_decay = _anchored_decay(G, size)
-        rows = jnp.concatenate([_later(row_q, size), _later(row_k, size)], axis=-2) * _twice(row_decay)
-        before = matmul("...ik,...jk->...ij", rows, _earlier(columns, size) * column_decay)
-        P, A = _assemble(P, before[..., :size, :]), _assemble(A, before[..., size:, :])
-    return strictly_lower(A[..., 0, :, :]), P[..., 0, :, :]
+    rows, columns = _kda_operands(q, k, beta, scale)
+    M, size = _exact_products(rows, columns, G), EXACT
+    while size < G.shape[-2]:
+        row_decay, column_decay = _half_decay(G, size)
+        later = _merge(_half(rows, 1, size, rank=3) * row_decay[..., None, :])
+        M = _join(M, matmul("...ik,...jk->...ij", later, _half(columns, 0, size) * column_decay))
+        size *= 2
+    M = M.reshape(*M.shape[:-3], *G.shape[-2:-1], 2, -1)
+    return strictly_lower(M[..., 1, :]), M[..., 0, :]
 
 
 def _kda_backward(q, k, G, beta, scale, dA, dP):
-    row_q, row_k, columns = _kda_operands(q, k, beta, scale)
-    d = r = c = jnp.zeros_like(columns)
-    dP, dA = dP[..., None, :, :], dA[..., None, :, :]
-    for size in QUARTERS:
-        (before_P, dP), (before_A, dA) = _take_apart(dP, size), _take_apart(dA, size)
-        before = jnp.concatenate([before_P, before_A], axis=-2)
-        row_decay, column_decay = _anchored_decay(G, size)
-        rows = jnp.concatenate([_later(row_q, size), _later(row_k, size)], axis=-2) * _twice(row_decay)
-        drows = matmul("...ij,...jk->...ik", before, _earlier(columns, size) * column_decay)
-        d = d + _from_later(product(row_decay, drows[..., :size, :]), columns.shape)
-        r = r + _from_later(product(row_decay, drows[..., size:, :]), columns.shape)
-        dcolumns = product(column_decay, matmul("...ij,...ik->...jk", before, rows))
-        c = c + _from_earlier(dcolumns, columns.shape)
+    rows, columns = _kda_operands(q, k, beta, scale)
+    dM = _merge(jnp.stack([dP, dA], axis=-2))
+    drows, dcolumns = _exact_gradients(dM, rows, columns, G)
+    size = EXACT
+    while size < G.shape[-2]:
+        row_decay, column_decay = _half_decay(G, size)
+        row_decay, below = row_decay[..., None, :], _below_diagonal(dM, size)
+        later = _merge(_half(rows, 1, size, rank=3) * row_decay)
+        into_rows = matmul("...ij,...jk->...ik", below, _half(columns, 0, size) * column_decay)
+        into_columns = matmul("...ij,...ik->...jk", below, later)
+        into_rows = into_rows.reshape(*row_decay.shape[:-2], 2, -1)
+        drows = _add_to_half(drows, 1, product(row_decay, into_rows), size, rank=3)
+        dcolumns = _add_to_half(dcolumns, 0, product(column_decay, into_columns), size)
+        size *= 2
 
-    decay, size = _exact_decay(G), QUARTERS[-1]
-    decayed = _blocks(columns, size)[..., None, :, :] * decay
-    d = d + product(dP[..., None], decayed).sum(-2).reshape(columns.shape)
-    r = r + product(dA[..., None], decayed).sum(-2).reshape(columns.shape)
-    into_q, into_k = (
-        product(M[..., None], _blocks(row, size)[..., :, None, :]) for M, row in ((dP, row_q), (dA, row_k))
-    )
-    c = c + product(into_q + into_k, decay).sum(-3).reshape(columns.shape)
-
+    d, r = drows[..., 0, :], drows[..., 1, :]
     heads = k.shape[-3]
-    dk = per_key_head(product(beta[..., None], r) + c, heads)
-    dG = product(row_q, d) + product(row_k, r) - product(columns, c)
+    dk = per_key_head(product(beta[..., None], r) + dcolumns, heads)
+    dG = product(rows, drows).sum(-2) - product(columns, dcolumns)
     return per_key_head(product(scale, d), heads), dk, dG, total(product(r, columns))
 
 
-def _kda_operands(q: Array, k: Array, beta: Array, scale: float) -> tuple[Array, Array, Array]:
-    """scale·q, β·k and k per value head: the rows of P, those of A, and the columns of both."""
+def _kda_operands(q: Array, k: Array, beta: Array, scale: float) -> tuple[Array, Array]:
+    """Rows of P and A side by side, scale·q and β·k [..., HV, C, 2, K], and the columns of both, k [..., HV, C, K]."""
     heads = beta.shape[-2]
     columns = per_value_head(k, heads)
-    return scale * per_value_head(q, heads), beta[..., None] * columns, columns
+    return jnp.stack([scale * per_value_head(q, heads), beta[..., None] * columns], axis=-2), columns
 
 
-def _exact_decay(G: Array) -> Array:
-    """e^(G_i − G_j) [..., C / s, s, s, K] for i ≥ j inside the smallest blocks, else 0."""
-    size = QUARTERS[-1]
-    G = _blocks(G, size)
-    below = np.tril(np.ones((size, size), bool))[..., None]
-    return _exp_where(below, G[..., :, None, :] - G[..., None, :, :])
+def _merge(x: Array) -> Array:
+    """[..., s, 2, K] → [..., 2 s, K]: rows of P and of A in turn."""
+    return x.reshape(*x.shape[:-3], -1, x.shape[-1])
 
 
-def _anchored_decay(G: Array, size: int) -> tuple[Array, Array]:
-    """e^(G_i − G_a) for `_later` rows, e^(G_a − G_j) for `_earlier` columns: 0 where a column is not before a."""
-    rows, columns = _later(G, size), _earlier(G, size)
-    anchor = rows[..., :1, :]
-    earlier = np.arange(3 * size) < size * np.arange(1, 4)[:, None]
-    return jnp.exp(rows - anchor), _exp_where(earlier[..., None], anchor - columns)
+def _half_decay(G: Array, size: int) -> tuple[Array, Array]:
+    """e^(G_i − G_a) in the second half of each block, e^(G_a − G_j) in its first; a is the second half's first row."""
+    later = _half(G, 1, size)
+    anchor = later[..., :1, :]
+    return jnp.exp(later - anchor), jnp.exp(anchor - _half(G, 0, size))
 
 
-def _exp_where(mask: np.ndarray, exponent: Array) -> Array:
-    """exp, 0 outside a mask of the last dimensions. Masked before exp: exponents there are positive and overflow."""
-    return jnp.exp(jnp.where(jnp.broadcast_to(mask, exponent.shape), exponent, -jnp.inf))
+def _exact_products(rows: Array, columns: Array, G: Array) -> Array:
+    """The diagonal's blocks of EXACT tokens, [..., C / s, 2 s, s]; above their own diagonal they are zero."""
+    row, column, gate = _by_token(rows, 3), _by_token(columns), _by_token(G)
+    products = []
+    for i, j in PAIRS:
+        decayed = column[j] if i == j else column[j] * jnp.exp(gate[i] - gate[j])
+        products.append(product(row[i], decayed[..., None, :]))
+    sums = total(jnp.stack(products, axis=-3))
+    sums = jnp.concatenate([sums, jnp.zeros_like(sums[..., :1, :])], axis=-2)
+    position = np.full((EXACT, EXACT), len(PAIRS))  # of each pair in `sums`; of the zero for the others
+    position[tuple(np.transpose(PAIRS))] = np.arange(len(PAIRS))
+    blocks = sums.swapaxes(-1, -2)[..., position.ravel()].reshape(*sums.shape[:-2], 2, EXACT, EXACT)
+    return _merge(blocks.swapaxes(-3, -2))
 
 
-def _twice(x: Array) -> Array:
-    return jnp.concatenate([x, x], axis=-2)
+def _exact_gradients(dM: Array, rows: Array, columns: Array, G: Array) -> tuple[Array, Array]:
+    """Gradients of the rows and columns in `_exact_products`."""
+    row, column, gate = _by_token(rows, 3), _by_token(columns), _by_token(G)
+    dM = _diagonal_blocks(dM, EXACT)
+    dM = dM.reshape(*dM.shape[:-2], EXACT, 2, EXACT)
+    drows: list[Any] = [0.0] * EXACT
+    dcolumns: list[Any] = [0.0] * EXACT
+    for i, j in PAIRS:
+        d = dM[..., i, :, j, None]
+        into_column = product(d, row[i])
+        decayed, into_column = column[j], into_column[..., 0, :] + into_column[..., 1, :]
+        if i != j:
+            decay = jnp.exp(gate[i] - gate[j])
+            decayed, into_column = decayed * decay, product(into_column, decay)
+        drows[i] += product(d, decayed[..., None, :])
+        dcolumns[j] += into_column
+    return jnp.stack(drows, axis=-3).reshape(rows.shape), jnp.stack(dcolumns, axis=-2).reshape(columns.shape)
 
 
-def _blocks(x: Array, size: int) -> Array:
-    """[..., C, K] → [..., C / size, size, K]."""
-    return x.reshape(*x.shape[:-2], -1, size, x.shape[-1])
+def _by_token(x: Array, rank: int = 2) -> list[Array]:
+    """[..., C, K] (rank 2) or [..., C, 2, K] (3) → the first, second, … token of all blocks of EXACT."""
+    axis = x.ndim - rank
+    x = x.reshape(*x.shape[:axis], -1, EXACT, *x.shape[axis + 1 :])
+    return [jax.lax.index_in_dim(x, i, axis + 1, keepdims=False) for i in range(EXACT)]
 
 
-def _later(x: Array, size: int) -> Array:
-    """[..., C, K] → [..., C / 4 size, 3, size, K]: all but the first quarter of every block."""
-    return _blocks(_blocks(x, 4 * size), size)[..., 1:, :, :]
+def _half(x: Array, which: int, size: int, rank: int = 2) -> Array:
+    """[..., C, K] (rank 2) or [..., C, 2, K] (3) → the first or second half of every 2·size tokens."""
+    axis = x.ndim - rank
+    x = x.reshape(*x.shape[:axis], -1, 2, size, *x.shape[axis + 1 :])
+    return jax.lax.index_in_dim(x, which, axis + 1, keepdims=False)
 
 
-def _earlier(x: Array, size: int) -> Array:
-    """[..., C, K] → [..., C / 4 size, 1, 3 size, K]: all but the last quarter of every block."""
-    return _blocks(x, 4 * size)[..., None, : 3 * size, :]
+def _add_to_half(x: Array, which: int, y: Array, size: int, rank: int = 2) -> Array:
+    """The transpose of `_half`: x with y added there."""
+    halves = [_half(x, 0, size, rank), _half(x, 1, size, rank)]
+    halves[which] = halves[which] + y
+    return jnp.stack(halves, axis=-1 - rank).reshape(x.shape)
 
 
-def _from_later(x: Array, shape: tuple[int, ...]) -> Array:
-    """The transpose of `_later`."""
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 3) + [(1, 0), (0, 0), (0, 0)]).reshape(shape)
+def _join(diagonal: Array, below: Array) -> Array:
+    """[[D₁, 0], [below, D₂]] of blocks D [..., 2n, r, s] and below [..., n, r, s]."""
+    first, second = diagonal[..., ::2, :, :], diagonal[..., 1::2, :, :]
+    top = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
+    return jnp.concatenate([top, jnp.concatenate([below, second], axis=-1)], axis=-2)
 
 
-def _from_earlier(x: Array, shape: tuple[int, ...]) -> Array:
-    """The transpose of `_earlier`, after the three anchors."""
-    x = x.sum(-3)
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, x.shape[-2] // 3), (0, 0)]).reshape(shape)
-
-
-def _assemble(diagonal: Array, before: Array) -> Array:
-    """Blocks [..., 4n, s, s] on the diagonal, [..., n, 3, s, 3s] before them → [..., n, 4s, 4s], zero above."""
-    size = diagonal.shape[-1]
-    padding = [(0, 0)] * (before.ndim - 3) + [(1, 0), (0, 0), (0, size)]
-    tiles = jnp.pad(before, padding).reshape(*before.shape[:-3], 4, size, 4, size)
-    diagonal = diagonal.reshape(*before.shape[:-3], 4, size, 1, size)
-    on_diagonal = jnp.broadcast_to(np.eye(4, dtype=bool)[:, None, :, None], tiles.shape)
-    return jnp.where(on_diagonal, diagonal, tiles).reshape(*before.shape[:-3], 4 * size, 4 * size)
-
-
-def _take_apart(M: Array, size: int) -> tuple[Array, Array]:
-    """The transpose of `_assemble`: (before [..., n, 3, s, 3s], diagonal [..., 4n, s, s]) of M [..., n, 4s, 4s]."""
-    tiles = M.reshape(*M.shape[:-2], 4, size, 4, size)
-    before = tiles[..., 1:, :, :3, :].reshape(*M.shape[:-2], 3, size, 3 * size)
-    diagonal = jnp.stack([tiles[..., i, :, i, :] for i in range(4)], axis=-3)
-    return before, diagonal.reshape(*M.shape[:-3], -1, size, size)
+def _below_diagonal(M: Array, size: int) -> Array:
+    """The transpose of `_join`, to `below`: [..., r C, C] → [..., C / 2s, r s, s]."""
+    blocks = _diagonal_blocks(M, 2 * size)
+    return blocks[..., blocks.shape[-2] // 2 :, :size]
 
 
 def unit_lower_inverse(A: Array) -> Array:
@@ -245,20 +269,21 @@ def unit_lower_inverse(A: Array) -> Array:
     size = 4
     N = _diagonal_blocks(A, size)
     identity = jnp.broadcast_to(jnp.eye(size, dtype=A.dtype), N.shape)
-    X = matmul("...ij,...jk->...ik", identity - N, identity + matmul("...ij,...jk->...ik", N, N))  # N⁴ = 0
+    X = small_matmul(identity - N, identity + small_matmul(N, N))  # N⁴ = 0
     while size < A.shape[-1]:
-        B = _diagonal_blocks(A, 2 * size)[..., size:, :size]
-        first, second = X[..., ::2, :, :], X[..., 1::2, :, :]
-        below = -matmul("...ij,...jk->...ik", matmul("...ij,...jk->...ik", second, B), first)
-        top = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
-        X = jnp.concatenate([top, jnp.concatenate([below, second], axis=-1)], axis=-2)
+        B = _below_diagonal(A, size)
+        multiply = small_matmul if size == 4 else partial(matmul, "...ij,...jk->...ik")
+        X = _join(X, -multiply(multiply(X[..., 1::2, :, :], B), X[..., ::2, :, :]))
         size *= 2
     return X[..., 0, :, :]
 
 
-def _diagonal_blocks(A: Array, size: int) -> Array:
-    """[..., C, C] → [..., C / size, size, size]."""
-    count = A.shape[-1] // size
-    tiles = A.reshape(*A.shape[:-2], count, size, count, size)
-    on_diagonal = jnp.broadcast_to(np.eye(count, dtype=bool)[:, None, :, None], tiles.shape)
-    return jnp.where(on_diagonal, tiles, 0).sum(-2)
+def _diagonal_blocks(M: Array, size: int) -> Array:
+    """[..., r C, C] → the blocks on its diagonal [..., C / size, r size, size].
+
+    A block starts size·(r C + 1) elements after the one before: cut into pieces of that length, all start alike.
+    """
+    C, rows = M.shape[-1], size * (M.shape[-2] // M.shape[-1])
+    flat = jnp.pad(M.reshape(*M.shape[:-2], -1), [(0, 0)] * (M.ndim - 2) + [(0, C)])
+    pieces = flat.reshape(*M.shape[:-2], C // size, rows * C + size)[..., : rows * C]
+    return pieces.reshape(*pieces.shape[:-1], rows, C)[..., :size]

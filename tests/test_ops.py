@@ -9,7 +9,6 @@ import pytest
 
 import jlaqat
 from jlaqat import chunked, reference
-from jlaqat.packing import make_layout
 from jlaqat.rounding import fake_quantize
 from jlaqat.spec import DeltaQuant, QuantArrays, QuantSpec
 from jlaqat.testing import assert_close, error_ratio, make_inputs
@@ -126,7 +125,7 @@ def rounded_results(x, cotangents, cu_seqlens, quant, arrays):
     got = results_and_gradients(x, cotangents, cu_seqlens, quant=quant, arrays=arrays)
     inputs = chunked.Inputs(**x)
     _, residuals = chunked.forward(quant, inputs.k.shape[-1] ** -0.5, inputs, cu_seqlens, arrays)
-    layout = make_layout(*inputs.k.shape[:2], cu_seqlens)
+    layout, _ = chunked.layout_of(inputs, cu_seqlens)
     chunks = chunked.chunk_operands(inputs, layout)
     decayed = chunked.decay_operands(chunks, 1.0)
     w = chunked.wy_factors(residuals.X, decayed, chunks, layout, quant, arrays)[1]
@@ -311,6 +310,32 @@ def test_no_tokens(cu, cadence):
     assert np.all(gradients["initial_state"] == 1) and gradients["q"].shape == (1, 0, 1, 12)
     _, _, stats = jlaqat.delta_rule_observe(**x, cu_seqlens=cu, quant=quant)
     assert stats["state"].count.tolist() == [12 * 20] * 2 and stats["w"] is None
+
+
+@pytest.mark.parametrize(
+    ("gate", "layout", "quant"),
+    [
+        ("gdn", "batch", DeltaQuant(state=FP8(block_v=16, scale="static", gradient="clip"))),
+        pytest.param("gdn", "packed", DeltaQuant(state=INT8(), w=FP8()), marks=slow),
+        pytest.param("kda", "batch", DeltaQuant(state=INT8(rounding="stochastic"), w=FP8()), marks=slow),
+    ],
+)
+def test_blocks_change_no_bit(gate, layout, quant, monkeypatch):
+    """One block, and blocks of two chunks of which the last holds an empty one, forward and backward."""
+    packed = layout == "packed"
+    x = make_inputs(9, gate=gate, **(PACKED if packed else BATCH | {"T": 150}))
+    cu_seqlens, cotangents = CU_SEQLENS if packed else None, cotangents_of(x)
+    arrays = static_arrays(quant, x) if quant.state.scale == "static" else NO_ARRAYS
+    results = []
+    for count in (1, 2):
+        b, heads = (1 if packed else 2), x["v"].shape[2]
+        monkeypatch.setattr(chunked, "BLOCK_MATRICES", b * heads * (100 if count == 1 else 2))
+        blocks = chunked.layout_of(chunked.Inputs(**x), cu_seqlens)[1].valid.shape
+        assert blocks[0] == 1 if count == 1 else blocks[0] > 1 and blocks[1] == 2
+        run = jax.jit(results_and_gradients.__wrapped__, static_argnames=("op", "quant"))
+        results.append(run(x, cotangents, cu_seqlens, quant=quant, arrays=arrays))
+    for a, b in zip(*map(jax.tree.leaves, results)):
+        assert np.array_equal(a, b)
 
 
 def test_residuals_hold_states_at_chunk_boundaries_only():
