@@ -144,7 +144,8 @@ def round_to_format(
     Args:
       x: float32, already divided by its scale.
       fmt: a key of `jlaqat.spec.FORMATS`; "nvfp4" and "mxfp4" mean E2M1, "mxfp8" means E4M3.
-      rounding: "nearest" (ties to even) or "stochastic" (the lower or upper neighbour, with probability by distance).
+      rounding: "nearest" (ties to even), "stochastic" (the lower or upper neighbour, with probability by distance), or
+        for integers "half_away" (nearest, ties away from zero).
       random_bits: uint32 of x's shape, for "stochastic" only; the upper 24 bits decide (bfloat16: the lower 16).
 
     Returns float32 of x's shape. NaN stays NaN, ±∞ saturates like any large value; the casts "float16" and "bfloat16"
@@ -156,8 +157,12 @@ def round_to_format(
     """
     if fmt not in FORMATS:
         raise QuantConfigError(f"fmt={fmt!r} is not a format; choose one of {', '.join(FORMATS)}.")
-    if rounding not in ("nearest", "stochastic"):
-        raise QuantConfigError(f"rounding={rounding!r} is not supported; choose 'nearest' or 'stochastic'.")
+    if rounding not in ("nearest", "half_away", "stochastic"):
+        raise QuantConfigError(
+            f"rounding={rounding!r} is not supported; choose 'nearest', 'half_away' or 'stochastic'."
+        )
+    if rounding == "half_away" and FORMATS[fmt].kind != "int":
+        raise QuantConfigError(f"rounding='half_away' is for integers, not {fmt!r}; choose 'nearest'.")
     if (rounding == "stochastic") != (random_bits is not None):
         given = "no random_bits" if random_bits is None else "random_bits"
         raise ValueError(f"rounding={rounding!r} was given {given}; pass random_bits with rounding='stochastic' only.")
@@ -165,7 +170,17 @@ def round_to_format(
         raise ValueError(
             f"random_bits is {random_bits.dtype}{list(random_bits.shape)}; it must be uint32{list(x.shape)}, x's shape."
         )
+    if rounding == "half_away":
+        return _round_half_away(x, FORMATS[fmt].max)
     return _round_to_format(x, fmt, random_bits)
+
+
+@partial(jax.jit, static_argnames="maximum", inline=True)
+def _round_half_away(x: jax.Array, maximum: float) -> jax.Array:
+    """To an integer within ±maximum, halves away from zero. The comparison sees the exact fraction."""
+    magnitude = jnp.abs(clamp(x, maximum))
+    lower = jnp.floor(magnitude)
+    return _with_sign_of(lower + (magnitude - lower >= 0.5).astype(jnp.float32), x)
 
 
 @partial(jax.jit, static_argnames="fmt", inline=True)

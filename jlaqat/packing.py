@@ -154,14 +154,15 @@ class States:
     """The states a scan over chunks carries, read and written by sequence.
 
     A batch carries [B, HV, K, V] and reads all of it. Packed sequences carry [N + 1, HV, K, V]: a chunk reads and
-    writes the row of its sequence, and chunks that hold nothing use the spare last row.
+    writes the row of its sequence, and chunks that hold nothing use the spare last row. Other shapes may stand for
+    [HV, K, V], and `jax.tree.map` carries several arrays.
     """
 
     def __init__(self, packed: bool):
         self.packed = packed
 
     def start(self, states: jax.Array) -> jax.Array:
-        return jnp.pad(states, ((0, 1), (0, 0), (0, 0), (0, 0))) if self.packed else states
+        return jnp.pad(states, ((0, 1),) + ((0, 0),) * (states.ndim - 1)) if self.packed else states
 
     def read(self, carry: jax.Array, sequence: jax.Array) -> jax.Array:
         return jax.lax.dynamic_slice_in_dim(carry, sequence[0], 1) if self.packed else carry
