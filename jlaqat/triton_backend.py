@@ -56,7 +56,9 @@ def why_not(inputs: Inputs, quant: DeltaQuant, compute_capability: int | None = 
     if compute_capability is None:
         compute_capability = target_capability()
     if compute_capability == 0:
-        return f"JAX runs on {_platform()} here and Triton needs an NVIDIA GPU"
+        return (
+            f"JAX runs on {_platform()} here and Triton needs an NVIDIA GPU (to lower for one, see jlaqat.compile_for)"
+        )
     if compute_capability < MINIMUM_CAPABILITY:
         return f"the GPU is SM{compute_capability} and the kernels need SM{MINIMUM_CAPABILITY} or newer"
     if compute_capability >= 100 and quant.state is not None and _triton_version() < (3, 9):
@@ -216,7 +218,7 @@ def _forward(target: _Target, options: Any, with_residuals: bool):
         residuals = jax.eval_shape(kernels, inputs, cu_seqlens)[2]
         return o, final_state, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), residuals)
 
-    return _folding_vmap(_on_each_platform(target, kernels, elsewhere), "delta_rule_forward")
+    return _with_vmap("delta_rule_forward", target, kernels, elsewhere)
 
 
 @functools.cache
@@ -239,11 +241,19 @@ def _backward(target: _Target, options: Any):
             for d, like in zip(gradients, likes, strict=True)
         )
 
-    return _folding_vmap(_on_each_platform(target, kernels, elsewhere), "delta_rule_backward")
+    return _with_vmap("delta_rule_backward", target, kernels, elsewhere)
 
 
-def _on_each_platform(target: _Target, kernels: Any, elsewhere: Any) -> Any:
-    """`kernels` on CUDA, on shards of batch and heads as they lie; `elsewhere` on other platforms if it is portable."""
+def _on_each_platform(target: _Target, kernels: Any, elsewhere: Any, stacked: bool) -> Any:
+    """`kernels` on CUDA, on shards of batch and heads as they lie; `elsewhere` on other platforms if it is portable.
+
+    stacked: for calls stacked along an axis in front, which run one after the other.
+    """
+    if stacked:
+        one, elsewhere = kernels, jax.vmap(elsewhere)
+
+        def kernels(*args: Any):
+            return jax.lax.map(lambda args: one(*args), args)
 
     def run(inputs: Inputs, cu_seqlens: Array | None, *more: Any):
         args = (inputs, cu_seqlens, *more)
@@ -251,7 +261,7 @@ def _on_each_platform(target: _Target, kernels: Any, elsewhere: Any) -> Any:
         leaves = jax.tree.leaves(args)
         tree: Any = jax.tree.structure(args)
         results = jax.eval_shape(kernels, *args)
-        layouts = _Layouts(inputs, cu_seqlens)
+        layouts = _Layouts(inputs, cu_seqlens, stacked)
         mapped = partitioned(
             lambda *leaves: jax.tree.leaves(kernels(*tree.unflatten(leaves))),
             jax.tree.leaves(layouts.of_arguments(*args)),
@@ -272,11 +282,15 @@ def _on_each_platform(target: _Target, kernels: Any, elsewhere: Any) -> Any:
 
 
 class _Layouts:
-    """How a call's arrays may be cut, see `jlaqat.shards`: along sequences (not where they are packed) and heads."""
+    """How a call's arrays may be cut, see `jlaqat.shards`: along heads, and along sequences unless they are packed.
 
-    def __init__(self, inputs: Inputs, cu_seqlens: Array | None):
-        self.sequences = inputs.q.shape[0] if cu_seqlens is None else None
-        self.heads = inputs.q.shape[2]
+    Stacked calls are cut along the axis in front.
+    """
+
+    def __init__(self, inputs: Inputs, cu_seqlens: Array | None, stacked: bool):
+        self.stacked = int(stacked)
+        self.sequences = inputs.q.shape[0] if stacked or cu_seqlens is None else None
+        self.heads = inputs.q.shape[2 + self.stacked]
         self.names = (f"whole{''.join(letters)}" for letters in itertools.product(string.ascii_lowercase, repeat=2))
 
     def tokens(self, x: Any) -> str:
@@ -290,7 +304,7 @@ class _Layouts:
     def of_arguments(self, inputs: Inputs, cu_seqlens: Array | None, *more: Any) -> Any:
         state = None if inputs.initial_state is None else self.rows(inputs.initial_state)
         tokens = [self.tokens(x) for x in inputs[:5]]
-        layouts: list[Any] = [tokens, state, None if cu_seqlens is None else next(self.names)]
+        layouts: list[Any] = [tokens, state, None if cu_seqlens is None else self._layout(cu_seqlens, None)]
         if more:
             residuals, do, dfinal = more
             layouts += [jax.tree.map(self.rows, residuals), self.tokens(do), self.rows(dfinal)]
@@ -301,44 +315,45 @@ class _Layouts:
         tokens = 1 if len(results) == 3 else 5
         return [jax.tree.map(self.tokens, results[:tokens]), jax.tree.map(self.rows, results[tokens:])]
 
-    def _layout(self, x: Any, head_axis: int) -> str:
-        return " ".join(self._word(axis, size, head_axis) for axis, size in enumerate(x.shape))
+    def _layout(self, x: Any, head_axis: int | None) -> str:
+        return " ".join(
+            self._word(axis, size, head_axis is not None and axis == head_axis + self.stacked)
+            for axis, size in enumerate(x.shape)
+        )
 
-    def _word(self, axis: int, size: int, head_axis: int) -> str:
+    def _word(self, axis: int, size: int, is_head: bool) -> str:
         if axis == 0 and self.sequences is not None:
             return "b" if size == self.sequences else f"(b {next(self.names)})"
-        if axis == head_axis:
+        if is_head:
             return "h" if size == self.heads else f"(h {next(self.names)})"
         return next(self.names)
 
 
-def _folding_vmap(function: Any, name: str) -> Any:
-    """`function`, traced once a shape; vmap folds into the batch, since arrays count sequences or their rows first.
+def _with_vmap(name: str, target: _Target, kernels: Any, elsewhere: Any) -> Any:
+    """Both platforms' function, traced once a shape, under vmap folded into the batch: arrays count sequences first.
 
-    Calls with cu_seqlens have a batch of one row to themselves, and run one after the other.
+    Calls with cu_seqlens have a batch of one row to themselves; they are stacked, and stacks are folded.
     """
-    function.__name__ = name
-    call = jax.custom_batching.custom_vmap(jax.jit(function))
 
-    @call.def_vmap
-    def rule(axis_size: int, in_batched: Any, *args: Any) -> Any:
-        leaves = jax.tree.leaves(args)
-        tree: Any = jax.tree.structure(args)
-        batched = jax.tree.leaves(tuple(in_batched))
+    def make(stacked: bool) -> Any:
+        function = _on_each_platform(target, kernels, elsewhere, stacked)
+        function.__name__ = f"{name}_of_calls" if stacked else name
+        return jax.custom_batching.custom_vmap(jax.jit(function))
 
-        def one(moving: list[Array]) -> Any:
-            rest = iter(moving)
-            return call(*tree.unflatten([next(rest) if b else x for x, b in zip(leaves, batched, strict=True)]))
+    call, calls = make(False), make(True)
 
-        def fold(x: Array, b: bool) -> Array:
-            x = x if b else jnp.broadcast_to(x, (axis_size, *x.shape))
-            return x.reshape(axis_size * x.shape[1], *x.shape[2:])
+    def fold(again: Any, axis_size: int, in_batched: Any, *args: Any) -> Any:
+        def stack(x: Array, batched: bool) -> Array:
+            return x if batched else jnp.broadcast_to(x, (axis_size, *x.shape))
 
-        if args[1] is not None:
-            outputs = jax.lax.map(one, [x for x, b in zip(leaves, batched, strict=True) if b])
+        args = jax.tree.map(stack, args, tuple(in_batched))
+        if again is call and args[1] is not None:
+            outputs = calls(*args)
         else:
-            outputs = call(*tree.unflatten(list(map(fold, leaves, batched))))
+            outputs = again(*jax.tree.map(lambda x: x.reshape(axis_size * x.shape[1], *x.shape[2:]), args))
             outputs = jax.tree.map(lambda x: x.reshape(axis_size, x.shape[0] // axis_size, *x.shape[1:]), outputs)
         return outputs, jax.tree.map(lambda x: True, outputs)
 
+    for function in (call, calls):
+        function.def_vmap(functools.partial(fold, function))
     return call

@@ -97,18 +97,23 @@ def test_vmap_folds_into_the_batch():
     assert shape[1].shape == inputs.g.shape
 
 
-def test_vmap_over_packed_sequences_is_a_loop():
-    """Shared and mapped operands, and cu_seqlens of each call's own."""
+def test_vmap_over_packed_calls_is_a_loop():
+    """Shared and mapped operands, cu_seqlens of each call's own; a vmap of that is a longer loop."""
     inputs = Inputs(*(jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for x in shapes(B=1)))
 
     def call(x, v, cu_seqlens):
         return delta_rule_triton(x._replace(v=v), cu_seqlens, FP8, 0.2, compute_capability=90)[0]
 
+    mapped = jax.vmap(call, in_axes=(None, 0, 0))
     cu_seqlens = jax.ShapeDtypeStruct((3, 2), jnp.int32)
-    jaxpr, o = jax.make_jaxpr(jax.vmap(call, in_axes=(None, 0, 0)), return_shape=True)(
-        shapes(B=1), inputs.v, cu_seqlens
-    )
+    jaxpr, o = jax.make_jaxpr(mapped, return_shape=True)(shapes(B=1), inputs.v, cu_seqlens)
     assert o.shape == inputs.v.shape
+    assert kernel_names(jaxpr.jaxpr) == ["chunk_index", *FORWARD]
+    twice = jax.ShapeDtypeStruct((2, *inputs.v.shape), inputs.v.dtype)
+    jaxpr, o = jax.make_jaxpr(jax.vmap(mapped, in_axes=(None, 0, None)), return_shape=True)(
+        shapes(B=1), twice, cu_seqlens
+    )
+    assert o.shape == twice.shape
     assert kernel_names(jaxpr.jaxpr) == ["chunk_index", *FORWARD]
 
 
@@ -284,6 +289,35 @@ def test_jit_with_sharded_operands_launches_on_shards(gate, packed, monkeypatch)
     for a, c in zip(jax.tree.leaves(got), jax.tree.leaves(whole), strict=True):
         np.testing.assert_allclose(a, c, rtol=1e-5, atol=1e-6)
     assert got[1][0].sharding.spec == specs["v"]
+
+
+def test_rows_of_packed_tokens_stay_on_their_devices(monkeypatch):
+    """Data parallelism over packed rows: a vmap over rows that lie on several devices."""
+    monkeypatch.setattr(pipeline, "forward", stand_in_forward)
+    monkeypatch.setattr(pipeline, "backward", stand_in_backward)
+    x = make_inputs(1, B=4, T=70, H=2, HV=4, K=16, V=16)
+    rows = {name: a[:, None] for name, a in x.items()}
+    cu = np.array([[0, 70], [0, 64], [0, 3], [0, 1]], np.int32)
+    mesh = jax.make_mesh((4, 2), ("b", "h"), axis_types=(AxisType.Auto,) * 2)
+    specs = {name: P("b", None, None, "h") for name in x} | {"initial_state": P("b", None, "h")}
+    placed = {name: jax.device_put(a, NamedSharding(mesh, specs[name])) for name, a in rows.items()}
+    placed_cu = jax.device_put(cu, NamedSharding(mesh, P("b")))
+
+    def run(x, cu):
+        def loss(x):
+            call = jax.vmap(lambda x, cu: delta_rule_triton(Inputs(**x), cu, FP8, 0.2, compute_capability=90))
+            return sum(jnp.sum(a**2) for a in call(x, cu))
+
+        return jax.grad(loss)(x)
+
+    whole = jax.jit(run)(rows, cu)
+    seen.clear()
+    compiled = jax.jit(run).lower(placed, placed_cu).compile()
+    assert (1, 70, 1, 2) in seen
+    assert not [name for name in COLLECTIVES if name in compiled.as_text()]
+    got = compiled(placed, placed_cu)
+    for a, c in zip(jax.tree.leaves(got), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_allclose(a, c, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("gate", ["gdn", "kda"])
