@@ -28,6 +28,13 @@ class TokenLayout(NamedTuple):
     segments: Array | None = None  # [1, T] int32: sequence of a packed token; None when not packed
     cu_seqlens: Array | None = None  # [N + 1] int32: bounds of the packed sequences
     valid: Array | None = None  # [B, T] bool: False at padding, which is always a suffix; None where there is none
+    # Tokens of each sequence that run as a prefix, before decoding: [N] int32, or one int. Read under decode policies.
+    prefix_lengths: Array | int | None = None
+
+    @property
+    def lengths(self) -> Array | None:
+        """[B] int32, tokens of each row without its padding; None where there is none."""
+        return None if self.valid is None else self.valid.sum(axis=1, dtype=jnp.int32)
 
 
 def token_layout(x: Array, cu_seqlens: Array | None = None) -> TokenLayout:
@@ -101,7 +108,14 @@ class SequenceModule(nnx.Module):
     find padding, if any, at the end of each row; and `_check_input`.
     """
 
-    def __call__(self, x: Array, *, cu_seqlens: Array | None = None, mask: Array | None = None) -> Array:
+    def __call__(
+        self,
+        x: Array,
+        *,
+        cu_seqlens: Array | None = None,
+        mask: Array | None = None,
+        prefix_lengths: Array | int | None = None,
+    ) -> Array:
         """The outputs at every token of whole sequences.
 
         Args:
@@ -110,31 +124,43 @@ class SequenceModule(nnx.Module):
             Nothing passes from one sequence to the next.
           mask: [B, T], True at the real tokens of a padded batch, padding anywhere. Padding is skipped, and outputs
             there are 0.
+          prefix_lengths: int [N], or one int: the (real) tokens at the start of each sequence that run as a prefix, in
+            chunks, before the rest is decoded token by token. Needed by layers with a decode policy, which are slow at
+            decoded tokens; all others leave it unread.
 
         Returns [B, T, hidden_size] in the layer's dtype; for a model float32 [B, T, vocab_size or output_size].
         Raises ValueError for shapes that do not fit, and for a mask beside cu_seqlens.
         """
         self._check_input(x)
         if mask is None:
-            return self.mix(x, token_layout(x, cu_seqlens))
+            return self.mix(x, token_layout(x, cu_seqlens)._replace(prefix_lengths=prefix_lengths))
         moves = compaction(mask, x, cu_seqlens)
         x = moves.apply(x)
-        return moves.undo(self.mix(x, token_layout(x)._replace(valid=moves.valid)))
+        layout = token_layout(x)._replace(valid=moves.valid, prefix_lengths=prefix_lengths)
+        return moves.undo(self.mix(x, layout))
 
-    def decode(self, x: Array, cache: Any, *, mask: Array | None = None) -> tuple[Array, Any]:
+    def decode(
+        self, x: Array, cache: Any, *, mask: Array | None = None, prefix_lengths: Array | int | None = None
+    ) -> tuple[Array, Any]:
         """The outputs at the next T ≥ 1 tokens of each sequence, a prompt or a single step, and the new cache.
 
         x, mask and the outputs: as in `__call__`; cache: from `init_cache` or the call before. However a sequence is
-        split into calls, its outputs equal `__call__`'s on the whole, up to float32 rounding. Raises
-        NotImplementedError while a quantizer is enabled (decoding does not round yet), ValueError for shapes that do
-        not fit.
+        split into calls, its outputs equal `__call__`'s on the whole, up to float32 rounding.
+
+        Layers with a decode policy run the first prefix_lengths tokens of each sequence in chunks (a prompt: all of
+        them) and decode the others, all of them where prefix_lengths is None; between calls they keep the state as the
+        policy does, in codes.
+
+        Raises NotImplementedError while a quantizer is enabled in a layer without a decode policy, ValueError for
+        shapes that do not fit.
         """
         self._check_input(x)
         if mask is None:
-            return self.extend(x, cache, token_layout(x))
+            return self.extend(x, cache, token_layout(x)._replace(prefix_lengths=prefix_lengths))
         moves = compaction(mask, x)
         x = moves.apply(x)
-        y, cache = self.extend(x, cache, token_layout(x)._replace(valid=moves.valid))
+        layout = token_layout(x)._replace(valid=moves.valid, prefix_lengths=prefix_lengths)
+        y, cache = self.extend(x, cache, layout)
         return moves.undo(y), cache
 
     def mix(self, x: Array, layout: TokenLayout) -> Array:

@@ -125,12 +125,15 @@ def quantizer_metrics(model: nnx.Module, forward: Callable[[Any], Any]) -> dict[
       "relative_rms": RMS of the rounding error over RMS of the values (0 where all values are 0);
       "saturated": share of elements clipped by their scale's range;
       "nonfinite": count of NaN and Inf elements: above 0, this quantizer saw them.
-    Quantizers of stacked layers appear once a layer, as `name[i]`. Without enabled quantizers the dict is empty.
+    Quantizers of stacked layers appear once a layer, as `name[i]`. Those of modules with a decode policy, under which
+    no statistics are gathered, are left out. Without any other enabled quantizers the dict is empty.
 
     Raises ValueError naming a quantizer that the forward pass does not reach, or whose static scale is missing.
     """
     copy = nnx.merge(*nnx.split(model), copy=True)
-    active = {name: x for name, x in find_quantizers(copy).items() if x.enabled}
+    quantizers = find_quantizers(copy)
+    decoding = {name.rpartition(".")[0] for name, x in quantizers.items() if x.decode is not None}
+    active = {name: x for name, x in quantizers.items() if x.enabled and name.rpartition(".")[0] not in decoding}
     if not active:
         return {}
     for name, quantizer in active.items():

@@ -31,16 +31,18 @@ def recreate_quantizers(
         raise ValueError(f"quantizers={mode!r} is unknown; choose one of {', '.join(map(repr, MODES))}.")
     present = {name: _present_name(name) for name in saved["quantizers"]}
     theirs = {present[name]: entry for name, entry in saved["quantizers"].items()}
-    ours = quantizer_metadata(model)["quantizers"]
+    ours = quantizer_metadata(model)
     if mode == "model":
         return {}, "the checkpoint's quantizers were left unread, as asked."
-    if mode == "match" and not _enabled(theirs):
+    on = _enabled(theirs, saved.get("policies", {}))
+    if mode == "match" and not on:
         if words := _filled_in(model):
             logger.warning("%s: %s", where, words)
             return {}, words
-        if not ours:
+        if not ours["quantizers"]:
             return {}, "neither side has quantizers."
-    if mode == "match" and (lines := compare("quantizers that are on", _enabled(theirs), _enabled(ours))):
+    wanted = _enabled(ours["quantizers"], ours["policies"])
+    if mode == "match" and (lines := compare("quantizers that are on", on, wanted)):
         remedy = (
             '  Set the model\'s quantizers as in the checkpoint, restore with quantizers="checkpoint" to take its '
             "or with quantizers=\"model\" to keep the model's and leave the checkpoint's unread."
@@ -52,7 +54,7 @@ def recreate_quantizers(
         raise CheckpointMismatchError(f'{where}: {error} Or restore with quantizers="model".') from error
     return _names_to_read(
         model, present, arrays, where
-    ), f"{len(_enabled(theirs))} quantizers on, as in the checkpoint."
+    ), f"{len(_enabled(theirs, {}))} quantizers on, as in the checkpoint."
 
 
 def _present_name(name: str) -> str:
@@ -60,9 +62,10 @@ def _present_name(name: str) -> str:
     return ALIASES.get(name, owner + dot + ALIASES.get(handle, handle))
 
 
-def _enabled(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """Name → setting in words, of the quantizers that are on."""
-    return {name: _words(entry["spec"]) for name, entry in entries.items() if entry["enabled"]}
+def _enabled(entries: Mapping[str, Mapping[str, Any]], policies: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Name → setting in words, of the quantizers that are on and of the modules that have a decode policy."""
+    on = {name: _words(entry["spec"]) for name, entry in entries.items() if entry["enabled"]}
+    return on | {f"{module} decode policy": f"({dict(entry['cfg'])})" for module, entry in policies.items()}
 
 
 def _words(spec: Mapping[str, Any] | None) -> str:

@@ -71,6 +71,11 @@ class DataConfig:
     separator: int = -1
     # text, tokens: share of the files (of a single file: of its tokens, at the end) kept for split "eval".
     eval_fraction: float = 0.1
+    # Tokens at the start of each sequence (packed: document) that come before decoding starts: batches then hold
+    # prefix_lengths, which layers with a decode policy read. null: they hold none.
+    prefix: int | None = None
+    # Weights are 0 inside the prefix: only what is decoded counts.
+    suffix_loss: bool = False
     # Threads that make batches ahead; 0 makes each batch when it is asked for. Changes no batch.
     num_threads: int = 1
 
@@ -83,6 +88,10 @@ class DataConfig:
             value = getattr(self, field)
             if not low <= value <= high:
                 raise DataConfigError(f"{field}={value} is out of range; give a value from {low} to {high}.")
+        if self.prefix is not None and not 0 <= self.prefix <= self.seq_len:
+            raise DataConfigError(f"prefix={self.prefix} is out of range; give 0 to seq_len={self.seq_len}, or null.")
+        if self.suffix_loss and self.prefix is None:
+            raise DataConfigError("suffix_loss=True needs to know where the suffix starts; set prefix, a token count.")
         if self.task in FILE_TASKS and not self.paths:
             raise DataConfigError(
                 f"paths is empty, but task={self.task!r} reads files; give files, folders, globs or 'stdlib'."
@@ -194,17 +203,31 @@ class _BatchSource:
         self.local = config.batch_size // process_count
         self.offset = process_index * self.local
         self.collate = concatenate_packed if config.packing else _stack
+        self.prefix, self.suffix_loss = config.prefix, config.suffix_loss
 
     def __len__(self) -> int:
         return len(self.rows) // self.batch_size
 
     def __getitem__(self, index: int) -> Batch:
         start = int(index) * self.batch_size + self.offset
-        return self.collate([self.rows[i] for i in range(start, start + self.local)])
+        batch = self.collate([self.rows[i] for i in range(start, start + self.local)])
+        return batch if self.prefix is None else _with_prefix(batch, self.prefix, self.suffix_loss)
 
 
 def _stack(rows: Sequence[Batch]) -> Batch:
     return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def _with_prefix(batch: Batch, prefix: int, suffix_loss: bool) -> Batch:
+    """The batch with prefix_lengths int32 [N], at most `prefix` each, and where asked weights of 0 inside prefixes."""
+    rows, T = batch["weights"].shape
+    bounds = batch.get("cu_seqlens")
+    lengths = np.full(rows, T) if bounds is None else np.diff(bounds)
+    batch = {**batch, "prefix_lengths": np.minimum(lengths, prefix).astype(np.int32)}
+    if suffix_loss:
+        position = np.concatenate([np.arange(n) for n in lengths]).reshape(rows, T)
+        batch["weights"] = np.where(position < prefix, 0, batch["weights"]).astype(np.float32)
+    return batch
 
 
 def make_dataset(config: DataConfig, *, process_index: int = 0, process_count: int = 1) -> grain.IterDataset:
@@ -216,6 +239,7 @@ def make_dataset(config: DataConfig, *, process_index: int = 0, process_count: i
       weights: float32 [B, T]: 0 where nothing is asked (padding, the last token of a document).
       cu_seqlens: when packed, int32 [B·max_documents + 1]; the other arrays are then [1, B·T]. Equal neighbours are
         empty sequences, so the length is static; padding is a sequence of its own.
+      prefix_lengths: where config.prefix is set, int32 [B], or one for each packed sequence.
     `iter(dataset)` has get_state() and set_state(state), JSON, exact to the batch. Rows of files come in a new order
     every epoch.
 

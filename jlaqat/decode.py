@@ -158,6 +158,17 @@ def delta_rule_step(
     return o[:, 0].astype(v.dtype), memory.S
 
 
+def fresh_carry(policy: DecodePolicy, state: Array, num_key_heads: int, *, gate_per_channel: bool) -> DecodeCarry:
+    """The carry of a decoder that is handed `state` [N, HV, K, V] and has seen no token. Raises ValueError as a call.
+
+    num_key_heads is H; gate_per_channel: KDA's gates rather than GDN's.
+    """
+    (n, heads, K, V), H = state.shape, num_key_heads
+    k, v, beta = (jnp.zeros((n, 0, *shape), state.dtype) for shape in ((H, K), (heads, V), (heads,)))
+    g = jnp.zeros((n, 0, heads, K), state.dtype) if gate_per_channel else beta
+    return delta_rule_decode(k, k, v, g, beta, state, quant=policy)[1]
+
+
 # ---- phases ----------------------------------------------------------------------------------------------------------
 
 

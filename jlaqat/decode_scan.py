@@ -163,7 +163,7 @@ def _forward(policy, scale, inputs: Inputs, memory: Memory, span: Span, arrays: 
         carry = jax.tree.map(lambda x, y: states.write(x, y, schedule.sequence), carry, leaving)
         return carry, (o, (entering.S, entering.residual, entering.position, entering.cursor))
 
-    carry, (o, entering) = jax.lax.scan(segment, jax.tree.map(states.start, memory), (rows, schedule))
+    carry, (o, entering) = jax.lax.scan(segment, _spare_row(memory, layout), (rows, schedule))
     result = _restore(o, layout, inputs.v), jax.tree.map(states.finish, carry)
     return result, Residuals(inputs, memory, span, arrays, entering)
 
@@ -190,8 +190,8 @@ def _backward(policy, scale, residuals: Residuals, cotangents: tuple[Array, Memo
         dS, gradients = jax.lax.cond(jnp.any(schedule.active), run, lambda dS: (dS, skip), dS)
         return states.write(carry, dS, schedule.sequence), gradients
 
-    memory_rows = jax.tree.map(states.start, memory)
-    start = states.start(cotangents[1].S)
+    memory_rows = _spare_row(memory, layout)
+    start = _spare_row(cotangents[1].S, layout)
     carry, gradients = jax.lax.scan(segment, start, (rows, schedule, entering, do), reverse=True)
     dq, dk, dv, dg, dbeta = gradients
     heads = inputs.k.shape[2]
@@ -256,6 +256,13 @@ def _prepare(inputs: Inputs, span: Span, scale: float) -> tuple[Layout, Rows, Sc
     if span.stop is not None:
         active = active & (index < _of_sequence(span.stop, layout))
     return layout, rows, Schedule(layout.sequence, jnp.moveaxis(active, 2, 1))
+
+
+def _spare_row[T](tree: T, layout: Layout) -> T:
+    """Arrays [N, ...] as `States` carries them: packed ones get a row for the chunks that hold nothing."""
+    if not layout.packed:
+        return tree
+    return jax.tree.map(lambda x: jnp.pad(x, ((0, 1), *((0, 0),) * (x.ndim - 1))), tree)
 
 
 def _of_sequence(x: Array, layout: Layout) -> Array:

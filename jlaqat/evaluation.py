@@ -96,10 +96,11 @@ def make_quantizer_report(
             observed = nnx.merge(graphdef, *values, copy=True)
             return quantizer_metrics(observed, lambda model: forward(model, call))
 
+        call = {name: batch[name] for name in ("inputs", "cu_seqlens", "prefix_lengths") if name in batch}
         if "cu_seqlens" not in batch or batch["cu_seqlens"].ndim == 1:
-            return one({name: batch[name] for name in ("inputs", "cu_seqlens") if name in batch})
+            return one(call)
         # Several packed rows: each observed by itself, since statistics cannot leave a vmapped module.
-        rows = jax.vmap(one)({"inputs": batch["inputs"][:, None], "cu_seqlens": batch["cu_seqlens"]})
+        rows = jax.vmap(one)({**call, "inputs": batch["inputs"][:, None]})
         return {name: _over_rows(metrics) for name, metrics in rows.items()}
 
     return report

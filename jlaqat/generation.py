@@ -27,7 +27,8 @@ def generate(
     """`max_new_tokens` tokens after each prompt, int32 [B, max_new_tokens].
 
     Args:
-      model: with a vocabulary, and no quantizer enabled.
+      model: with a vocabulary. Quantizers may be enabled where a layer has a decode policy: the prompt then runs as the
+        prefix, and the state is kept as the policy does, in codes and scales, from the hand-off on.
       prompt: int [B, T], T ≥ 1.
       max_new_tokens: ≥ 1.
       prompt_mask: [B, T], True at real tokens, where prompts differ in length; padding may stand on either side.
@@ -37,7 +38,7 @@ def generate(
       rng: a JAX key; needed unless temperature is 0.
 
     Compiled once for each model structure, prompt shape and set of options. Raises ValueError for options that do not
-    fit, NotImplementedError while a quantizer is enabled (see `DecoderLM.decode`).
+    fit, NotImplementedError while a quantizer is enabled in a layer without a decode policy (see `DecoderLM.decode`).
     """
     prompt = jnp.asarray(prompt)
     if model.config.vocab_size is None:
@@ -89,7 +90,8 @@ def _generate(
     model = nnx.merge(graph, state)
     batch, length = prompt.shape
     cache = model.init_cache(batch, length + max_new_tokens)
-    logits, cache = model.decode(prompt, cache, mask=prompt_mask)
+    prefix = length if prompt_mask is None else prompt_mask.astype(bool).sum(axis=1, dtype=jnp.int32)
+    logits, cache = model.decode(prompt, cache, mask=prompt_mask, prefix_lengths=prefix)
     last = jnp.full((batch,), length - 1) if prompt_mask is None else _last_true(prompt_mask.astype(bool))
     logits = jnp.take_along_axis(logits, last[:, None, None], axis=1)[:, 0]
 

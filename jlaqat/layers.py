@@ -8,7 +8,7 @@ V = head_dim·expand_v.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,11 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jlaqat.blocks import RMSNorm, SequenceModule, ShortConvolution, TokenLayout, l2_normalize, linear
-from jlaqat.decode import delta_rule_step
+from jlaqat.decode import delta_rule_step, fresh_carry
+from jlaqat.decode_carry import DecodeCarry
+from jlaqat.decode_policy import DecodePolicy
 from jlaqat.ops import delta_rule
-from jlaqat.quantizers import Quantizer, quantized_delta_rule
+from jlaqat.quantizers import Quantizer, quantized_decode, quantized_delta_rule
 
 Array = jax.Array
 
@@ -29,7 +31,7 @@ DT_MIN, DT_MAX, DT_FLOOR = 1e-3, 0.1, 1e-4
 class DeltaCache(NamedTuple):
     """What a delta layer remembers between tokens: a fixed size, whatever came before."""
 
-    state: Array  # [B, HV, K, V] float32
+    state: Array | DecodeCarry  # [B, HV, K, V] float32; under a decode policy its codes, scales and ring
     q_tail: Array  # [B, conv_size - 1, H·K]: the convolution's last inputs; 0 rows without a convolution
     k_tail: Array  # [B, conv_size - 1, H·K]
     v_tail: Array  # [B, conv_size - 1, HV·V]
@@ -140,15 +142,29 @@ class _DeltaLayer(SequenceModule):
         q, k, v = self._heads(q, k, v)
         g, beta = self._gates(x, layout)
         quantizers = self._quantizer("state"), self._quantizer("w")
-        o, _ = quantized_delta_rule(*quantizers, q, k, v, g, beta, cu_seqlens=layout.cu_seqlens, backend=self.backend)
+        o, _ = quantized_delta_rule(
+            *quantizers,
+            q,
+            k,
+            v,
+            g,
+            beta,
+            cu_seqlens=layout.cu_seqlens,
+            prefix_lengths=layout.prefix_lengths,
+            lengths=layout.lengths,
+            backend=self.backend,
+        )
         return self._output(o, x)
 
     def init_cache(self, batch: int, max_length: int | None = None) -> DeltaCache:
         """An empty cache for `batch` sequences. max_length is read by attention only: a state does not grow."""
         tail = self.conv_size - 1 if self.use_short_conv else 0
         key_size, value_size = self.num_heads * self.head_k_dim, self.num_v_heads * self.head_v_dim
+        zeros = jnp.zeros((batch, self.num_v_heads, self.head_k_dim, self.head_v_dim), jnp.float32)
+        policy = self._policy()
+        per_channel = self.kind == "kda"
         return DeltaCache(
-            state=jnp.zeros((batch, self.num_v_heads, self.head_k_dim, self.head_v_dim), jnp.float32),
+            state=zeros if policy is None else fresh_carry(policy, zeros, self.num_heads, gate_per_channel=per_channel),
             q_tail=jnp.zeros((batch, tail, key_size), self.dtype),
             k_tail=jnp.zeros((batch, tail, key_size), self.dtype),
             v_tail=jnp.zeros((batch, tail, value_size), self.dtype),
@@ -166,7 +182,14 @@ class _DeltaLayer(SequenceModule):
             q_tail, k_tail, v_tail = cache.q_tail, cache.k_tail, cache.v_tail
         q, k, v = self._heads(q, k, v)
         g, beta = self._gates(x, layout)
-        if x.shape[1] == 1:
+        state: Array | DecodeCarry
+        quantizers = self._quantizer("state"), self._quantizer("w")
+        if self._policy() is not None:
+            phases: dict[str, Any] = {"prefix_lengths": layout.prefix_lengths, "lengths": layout.lengths}
+            o, state = quantized_decode(*quantizers, q, k, v, g, beta, cache.state, **phases, backend=self.backend)
+        elif isinstance(cache.state, DecodeCarry):
+            raise ValueError("the cache was made under a decode policy that the layer has no more; call init_cache.")
+        elif x.shape[1] == 1:
             o, state = delta_rule_step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], cache.state)
             o = o[:, None]
         else:
@@ -175,15 +198,18 @@ class _DeltaLayer(SequenceModule):
 
     def check_decode(self) -> None:
         """Raises NotImplementedError where decoding would leave out a rounding that training had."""
+        if self._policy() is not None:
+            return
         for site in ("state", "w"):
             quantizer = self._quantizer(site)
             if quantizer is not None and quantizer.enabled:
                 setting = quantizer.spec.describe() if quantizer.spec is not None else "no setting"
                 raise NotImplementedError(
-                    f"{self.kind}_{site}_quantizer is enabled ({setting}), but decoding does not round yet: token by "
-                    f"token is another function than chunk by chunk, and waits for a decode policy. To decode without "
-                    f"rounding, call disable_quantizer(model, '*') or strip_quantizers(model) first; to score with "
-                    f"rounding, call the model on whole sequences."
+                    f"{self.kind}_{site}_quantizer is enabled ({setting}), but nothing says when a decoder rounds: "
+                    f"token by token is another function than chunk by chunk. Give the module a decode policy (an "
+                    f"entry {{module_name: …, cfg: {{…}}}} of the quant_cfg). To decode without rounding, call "
+                    f"disable_quantizer(model, '*') or strip_quantizers(model) first; to score with rounding, call the "
+                    f"model on whole sequences."
                 )
 
     def _log_decay(self, x: Array) -> Array:
@@ -219,6 +245,11 @@ class _DeltaLayer(SequenceModule):
 
     def _quantizer(self, site: str) -> Quantizer | None:
         return getattr(self, f"{self.kind}_{site}_quantizer")
+
+    def _policy(self) -> DecodePolicy | None:
+        """How the layer decodes; None where no rule says so."""
+        quantizer = self._quantizer("state")
+        return None if quantizer is None else quantizer.policy
 
     def _linear(self, in_features: int, out_features: int, *, use_bias: bool = False, rngs: nnx.Rngs) -> nnx.Linear:
         return linear(

@@ -299,7 +299,7 @@ def _settings(unit: nnx.Module) -> nnx.GraphDef:
     copy = nnx.merge(*nnx.split(unit))
     for _, quantizer in nnx.iter_modules(copy):
         if isinstance(quantizer, Quantizer):
-            quantizer.source = None
+            quantizer.source = quantizer.decode_source = None
     return nnx.graphdef(copy)
 
 

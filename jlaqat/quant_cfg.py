@@ -1,8 +1,9 @@
-"""quant_cfg: from an ordered list of entries over quantizer names to one setting per quantizer. Imports only `spec`.
+"""quant_cfg: from an ordered list of entries over quantizer names to one setting per quantizer. Imports no arrays.
 
-An entry is `{quantizer_name: glob, cfg?: {...}, enable?: bool}`. Names are full dotted paths, matched with fnmatch;
-later entries win; `cfg` replaces the whole setting and enables, `enable` alone toggles. The list mirrors NVIDIA Model
-Optimizer's, so that its users' recipes carry over; where this one is stricter, the message says what to write instead.
+An entry is `{quantizer_name: glob, cfg?: {...}, enable?: bool}`, or `{module_name: glob, cfg: {...}}` for the decode
+policy of modules (see `decode_rules`). Names are full dotted paths, matched with fnmatch; later entries win; `cfg`
+replaces the whole setting and enables, `enable` alone toggles. The list mirrors NVIDIA Model Optimizer's, so that its
+users' recipes carry over; where this one is stricter, the message says what to write instead.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import fnmatch
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jlaqat.decode_rules import Fields, build_policy, is_rule, plan_rules
 from jlaqat.quant_fields import boolean, known_keys, parse_cfg
 from jlaqat.spec import DeltaQuant, QuantConfigError, QuantSpec
 
@@ -38,18 +40,22 @@ PREFILL_SITES = (
 
 _ENTRY_KEYS = ("quantizer_name", "cfg", "enable")
 _ENTRY_HINTS = {
-    "module_name": "policies by module are not in this version; set quantizers with quantizer_name.",
     "parent_class": "quantizers are matched by name alone; write the path into quantizer_name.",
 }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What a quant_cfg says about one quantizer: how it rounds (None: never set), whether it does, who said so."""
+    """What a quant_cfg says about one quantizer: how it rounds (None: never set), whether it does, who said so.
+
+    A state quantizer holds its module's decode policy besides (without the format, which is spec), and who set that.
+    """
 
     spec: QuantSpec | None = None
     enabled: bool = False
     source: str | None = None
+    decode: Fields | None = None
+    decode_source: str | None = None
 
 
 def plan(
@@ -67,10 +73,17 @@ def plan(
         )
     settings = dict.fromkeys(sites, Setting())
     for index, entry in enumerate(quant_cfg):
+        if is_rule(entry):
+            continue
         pattern, cfg, enable = _read_entry(entry, f"quant_cfg[{index}]")
         source = f"quant_cfg[{index}] {pattern!r}"
         for name in match(pattern, list(sites), source, stacked):
             settings[name] = _apply(settings[name], cfg, enable, name, sites[name], source)
+    modules = {name: name.rpartition(".")[0] for name, site in sites.items() if site == "state"}
+    rules = plan_rules(quant_cfg, list(dict.fromkeys(modules.values())))
+    for name, module in modules.items():
+        rule = rules[module]
+        settings[name] = dataclasses.replace(settings[name], decode=rule.fields, decode_source=rule.source)
     check_pairs(settings, sites)
     return settings
 
@@ -118,7 +131,10 @@ def check_pairs(settings: Mapping[str, Setting], sites: Mapping[str, str]) -> No
         layers.setdefault(name.removesuffix(f"_{site}_quantizer"), {})[site] = name
     for pair in layers.values():
         specs = {site: settings[name].spec for site, name in pair.items() if settings[name].enabled}
+        decode = settings[pair["state"]].decode if "state" in pair else None
         try:
+            if decode is not None:
+                build_policy(decode, specs.pop("state", None))
             DeltaQuant(**specs)
         except QuantConfigError as error:
             raise QuantConfigError(f"{' and '.join(pair.values())}: {error}") from error

@@ -13,14 +13,15 @@ from jlaqat.spec import CHUNK_SIZE, KEY_ROW_BLOCK, QuantConfigError, QuantSpec, 
 
 _CFG_KEYS = (
     "num_bits", "type", "axis", "block_sizes", "narrow_range", "enable", "block_v",
-    "tile", "key_row", "value_row", "head", "rounding", "seed", "gradient", "cadence",
+    "tile", "key_row", "value_row", "head", "unscaled", "rounding", "seed", "gradient", "cadence",
+    "limit", "scale_dtype", "basis",
 )  # fmt: skip
 _CFG_HINTS = {
     "unsigned": "states and W are signed; leave it out.",
     "fake_quant": "training always emulates; leave it out.",
     "calibrator": "choose with jlaqat.calibrate(model, forward, batches, method='max' | 'percentile' | 'mse').",
     "format": "name the format with num_bits.",
-    "granularity": "write tile, key_row, value_row, head, axis or block_sizes.",
+    "granularity": "write tile, key_row, value_row, head, unscaled, axis or block_sizes.",
     "scale": "write type: dynamic or type: static.",
 }
 # Spellings of num_bits; (8, 7) and (5, 10) are the casts' exponent and mantissa bits. e2m1 needs block_sizes besides.
@@ -44,7 +45,7 @@ _BLOCKS_LISTED = (
     "e4m3 with {-1: 32, scale_bits: (8, 0)} (MXFP8)"
 )
 _AXIS = {"state": (0, 1), "w": (0, 1, 2)}
-_GRANULARITIES = ("tile", "key_row", "value_row", "head")
+_GRANULARITIES = ("tile", "key_row", "value_row", "head", "unscaled")
 
 
 def parse_cfg(cfg: Mapping[str, Any], site: str, enable: bool | None = None) -> tuple[QuantSpec, bool]:
@@ -64,9 +65,13 @@ def parse_cfg(cfg: Mapping[str, Any], site: str, enable: bool | None = None) -> 
         _refuse(
             f"type={cfg['type']!r} is not supported; choose dynamic (the tensor's own amax) or static (calibrated)."
         )
-    for key in ("rounding", "gradient"):
+    for key in ("rounding", "gradient", "scale_dtype", "basis"):
         if key in cfg:
             fields[key] = cfg[key]
+    if cfg.get("limit") is not None:
+        if isinstance(cfg["limit"], bool) or not isinstance(cfg["limit"], (int, float)):
+            _refuse(f"limit={cfg['limit']!r} must be a number, the magnitude that amax is scaled to.")
+        fields["limit"] = float(cfg["limit"])
     for key, allowed in (("seed", "in [0, 2**32)"), ("cadence", f"one of 1, 16, {CHUNK_SIZE}")):
         if key in cfg:
             fields[key] = integer(key, cfg[key], allowed)
@@ -163,7 +168,7 @@ def _granularity(cfg: Mapping[str, Any], site: str, fmt: str) -> dict[str, Any]:
         _refuse(f"block_v={block_v!r} belongs to tiles, not to {key}; leave one of them out.")
     if value is not True and not (key == "key_row" and value == KEY_ROW_BLOCK):
         _refuse(f"{key}={value!r} is not supported; write {key}: {KEY_ROW_BLOCK if key == 'key_row' else 'true'}.")
-    return {"granularity": key}
+    return {"granularity": "none" if key == "unscaled" else key}
 
 
 def _check_axis(cfg: Mapping[str, Any], site: str, chosen: Sequence[str]) -> None:

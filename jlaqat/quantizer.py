@@ -17,6 +17,10 @@ import numpy as np
 from flax import nnx
 
 from jlaqat import ops
+from jlaqat.decode import delta_rule_decode
+from jlaqat.decode_carry import DecodeCarry
+from jlaqat.decode_policy import DecodePolicy
+from jlaqat.decode_rules import Fields, build_policy
 from jlaqat.quant_cfg import Setting, match
 from jlaqat.rounding import SiteStats, empty_stats, merge_stats
 from jlaqat.spec import DeltaQuant, QuantArrays, QuantSpec, amax_shape
@@ -33,7 +37,8 @@ class Quantizer(nnx.Module):
 
     Static attributes, fixed by the owner: `site` ("state" or "w"), `num_heads` (value heads), `key_dim`, `value_dim`.
     Set by `quantize` and friends: `spec` (None: never configured), `enabled`, `source` (the quant_cfg entry that set
-    it), `frozen` (calibration leaves its scales alone), `observing`.
+    it), `frozen` (calibration leaves its scales alone), `observing`; on state quantizers `decode` and `decode_source`
+    (the module's decode policy without its format, and the entry that set it; see `policy`).
     Variables (in stacked layers, under `nnx.vmap` and `nnx.scan`, each has leading layer dimensions):
       counter: uint32 [2], (step, layer): keys of stochastic rounding.
       amax: float32, static scales in the shape of `amax_shape`; None until calibrated.
@@ -47,6 +52,8 @@ class Quantizer(nnx.Module):
         self.spec: QuantSpec | None = None
         self.enabled, self.observing, self.frozen = False, False, False
         self.source: str | None = None
+        self.decode: Fields | None = None
+        self.decode_source: str | None = None
         self.counter = QuantizerVariable(jnp.zeros((2,), jnp.uint32))
         self.amax: QuantizerVariable | None = nnx.data(None)
         self.stats: QuantizerVariable | None = nnx.data(None)
@@ -71,7 +78,13 @@ class Quantizer(nnx.Module):
         if setting.spec != self.spec:
             self.amax, self.frozen = None, False
         self.spec, self.enabled, self.source = setting.spec, setting.enabled, setting.source
+        self.decode, self.decode_source = setting.decode, setting.decode_source
         self.stop_observing()
+
+    @property
+    def policy(self) -> DecodePolicy | None:
+        """The module's decode policy, with the format of this state quantizer; None where no rule gave one."""
+        return None if self.decode is None else build_policy(self.decode, self.spec if self.enabled else None)
 
     def rounding(self) -> QuantSpec:
         """The spec to round with now. Raises ValueError for a static scale that was never calibrated."""
@@ -124,14 +137,42 @@ def quantized_delta_rule(
     scale: float | None = None,
     initial_state: Array | None = None,
     cu_seqlens: Array | None = None,
+    prefix_lengths: Any = None,
+    lengths: Array | None = None,
     backend: str = "auto",
-) -> tuple[Array, Array]:
+) -> tuple[Array, Array | None]:
     """`jlaqat.delta_rule` with the rounding that a layer's quantizers ask for; returns (o, final_state).
 
     Arguments, shapes and errors as `jlaqat.delta_rule`. With both quantizers disabled or None this is the plain call,
     bit for bit. While a quantizer observes, its statistics are updated as a side effect (forward only).
-    Raises ValueError naming the quantizer's quant_cfg entry where a static scale is missing.
+
+    Where a rule gave the module a decode policy this is `jlaqat.delta_rule_decode` instead, which needs prefix_lengths
+    (and takes `lengths`; without a policy both are left unread); final_state is then None.
+
+    Raises ValueError naming the quantizer's quant_cfg entry where a static scale or prefix_lengths are missing.
     """
+    if state_quantizer is not None and state_quantizer.policy is not None:
+        if prefix_lengths is None:
+            raise ValueError(
+                f"{state_quantizer.decode_source} set a decode policy, which needs to know where decoding starts; pass "
+                "prefix_lengths: the tokens of each sequence that run chunk by chunk, 0 to decode all of them."
+            )
+        o, _ = quantized_decode(
+            state_quantizer,
+            w_quantizer,
+            q,
+            k,
+            v,
+            g,
+            beta,
+            initial_state,
+            scale=scale,
+            cu_seqlens=cu_seqlens,
+            prefix_lengths=prefix_lengths,
+            lengths=lengths,
+            backend=backend,
+        )
+        return o, None
     pair = {"state": state_quantizer, "w": w_quantizer}
     active = {site: x for site, x in pair.items() if x is not None and x.enabled}
     options: dict[str, Any] = {
@@ -152,6 +193,34 @@ def quantized_delta_rule(
         if quantizer.observing and seen is not None:
             quantizer.add_stats(seen)
     return o, final_state
+
+
+def quantized_decode(
+    state_quantizer: Quantizer | None,
+    w_quantizer: Quantizer | None,
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    beta: Array,
+    state: Array | DecodeCarry | None,
+    **options: Any,
+) -> tuple[Array, DecodeCarry]:
+    """`jlaqat.delta_rule_decode` under the policy of a layer's state quantizer; options are its keywords.
+
+    An enabled w quantizer rounds W inside prefixes. Raises NotImplementedError while one of the two gathers statistics.
+    """
+    policy = None if state_quantizer is None else state_quantizer.policy
+    assert state_quantizer is not None and policy is not None, "only modules with a policy decode under one"
+    pair = {"state": state_quantizer, "w": w_quantizer}
+    active = {site: x for site, x in pair.items() if x is not None and x.enabled}
+    if any(x.observing for x in active.values()):
+        raise NotImplementedError(
+            f"{state_quantizer.decode_source} set a decode policy, under which no statistics are gathered; calibrate "
+            "and observe with a quant_cfg without module_name entries."
+        )
+    w = active["w"].rounding() if "w" in active else None
+    return delta_rule_decode(q, k, v, g, beta, state, quant=policy, w=w, quant_arrays=_quant_arrays(active), **options)
 
 
 def _quant_arrays(active: Mapping[str, Quantizer]) -> QuantArrays:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,8 @@ from jlaqat.quant_cfg import HANDLES, Setting, check_pairs
 from jlaqat.quantizer import Quantizer, QuantizerVariable, find_quantizers, number_layers, stacked_layers
 from jlaqat.spec import QuantConfigError, QuantSpec
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+READABLE_VERSIONS = (1, 2)  # 1 had no policies
 ALIASES: dict[str, str] = {}
 """Quantizers that were renamed: old → new, of a whole dotted name or of a handle (its last part). Checkpoints written
 under the old name load under the new one; add a line here with every rename."""
@@ -26,7 +27,8 @@ def quantizer_table(model: nnx.Module) -> list[dict[str, Any]]:
 
     Keys: name, enabled, setting (one line, or None), source (which entry set it), site, spec (fields, or None),
     experimental (no serving kernel runs it), linear_attention (False: a handle that is not linear attention's), scale
-    (None for dynamic, else {"min", "max"} with None before calibration), frozen, observing, layers (behind the handle).
+    (None for dynamic, else {"min", "max"} with None before calibration), frozen, observing, layers (behind the handle),
+    decode (the module's decode policy in one line, on state quantizers; or None), decode_source (which entry set it).
     """
     quantizers = find_quantizers(model)
     stacks = stacked_layers(quantizers)
@@ -44,6 +46,8 @@ def quantizer_table(model: nnx.Module) -> list[dict[str, Any]]:
             "frozen": quantizer.frozen,
             "observing": quantizer.observing,
             "layers": stacks.get(name, 1),
+            "decode": quantizer.policy.describe() if quantizer.policy else None,
+            "decode_source": quantizer.decode_source,
         }
         for name, quantizer in quantizers.items()
     ]
@@ -52,8 +56,9 @@ def quantizer_table(model: nnx.Module) -> list[dict[str, Any]]:
 def summary(model: nnx.Module) -> str:
     """The quantizers of `model` as a table: name, on or off, setting, which entry set it, scale, notes.
 
-    A dry run of a recipe: quantize, then print this. Below the table: how many are on, what a wildcard turned on
-    outside linear attention, and which static scales are still to be calibrated.
+    A dry run of a recipe: quantize, then print this. Below the table: the decode policy of each module that has one,
+    how many quantizers are on, what a wildcard turned on outside linear attention, and which static scales are still to
+    be calibrated.
     """
     rows = quantizer_table(model)
     if not rows:
@@ -63,9 +68,21 @@ def summary(model: nnx.Module) -> str:
         state = "on" if row["enabled"] else "off"
         setting = (row["setting"] or "–").replace(", scale static", "")  # the scale has a column of its own
         cells.append((row["name"], state, setting, row["source"] or "–", _scale_text(row), _notes(row)))
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    lines = ["  ".join(text.ljust(width) for text, width in zip(line, widths)).rstrip() for line in cells]
+    lines = _columns(cells)
+    policies = [
+        (row["name"].rpartition(".")[0] or "(the model)", row["decode"], row["decode_source"])
+        for row in rows
+        if row["decode"] is not None
+    ]
+    if policies:
+        lines += ["", *_columns([("module", "decode policy", "set by"), *policies])]
     return "\n".join([*lines, "", *_remarks(rows)])
+
+
+def _columns(cells: Sequence[Sequence[str]]) -> list[str]:
+    """Lines with the cells of each column below one another."""
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    return ["  ".join(text.ljust(width) for text, width in zip(line, widths)).rstrip() for line in cells]
 
 
 def _scale_range(quantizer: Quantizer) -> dict[str, float | None] | None:
@@ -122,9 +139,11 @@ def _remarks(rows: list[dict[str, Any]]) -> list[str]:
 def quantizer_metadata(model: nnx.Module) -> dict[str, Any]:
     """What a checkpoint must know, beside the arrays, to rebuild the quantizers of `model`: JSON-able.
 
-    {"format_version": 1, "quantizers": {name: {site, num_heads, key_dim, value_dim, stack, spec, enabled, source,
-    frozen, observing, calibrated}}}. The arrays are those of `nnx.state(model, QuantizerVariable)`.
+    {"format_version": 2, "quantizers": {name: {site, num_heads, key_dim, value_dim, stack, spec, enabled, source,
+    frozen, observing, calibrated}}, "policies": {module: {"cfg": fields of its decode policy, "source"}}}. The arrays
+    are those of `nnx.state(model, QuantizerVariable)`.
     """
+    quantizers = find_quantizers(model)
     return {
         "format_version": FORMAT_VERSION,
         "quantizers": {
@@ -137,7 +156,12 @@ def quantizer_metadata(model: nnx.Module) -> dict[str, Any]:
                 "observing": quantizer.observing,
                 "calibrated": quantizer.amax is not None,
             }
-            for name, quantizer in find_quantizers(model).items()
+            for name, quantizer in quantizers.items()
+        },
+        "policies": {
+            name.rpartition(".")[0]: {"cfg": dict(quantizer.decode), "source": quantizer.decode_source}
+            for name, quantizer in quantizers.items()
+            if quantizer.decode is not None
         },
     }
 
@@ -166,18 +190,35 @@ def apply_quantizer_metadata(
         except (TypeError, QuantConfigError) as error:
             raise QuantConfigError(f"checkpoint quantizers: the setting of {name} does not load: {error}") from error
         settings[name] = Setting(spec=spec, enabled=entry["enabled"], source=entry["source"])
+    _add_policies(settings, metadata.get("policies", {}), quantizers)
     check_pairs(settings, {name: quantizer.site for name, quantizer in quantizers.items()})
     for name in saved:
         _restore(quantizers[name], settings[name], saved[name])
     number_layers(quantizers)
 
 
+def _add_policies(
+    settings: dict[str, Setting], policies: Mapping[str, Any], quantizers: Mapping[str, Quantizer]
+) -> None:
+    """Saved decode policies, into the settings of their modules' state quantizers."""
+    modules = {name.rpartition(".")[0]: name for name, x in quantizers.items() if x.site == "state"}
+    missing = [module for module in policies if module not in modules]
+    if missing:
+        raise QuantConfigError(
+            f"the checkpoint has decode policies of modules that the model has not: {', '.join(missing)} (the model's "
+            f"are {', '.join(modules) or 'none'}). Build the model as it was saved."
+        )
+    for module, entry in policies.items():
+        fields, name = tuple(sorted(entry["cfg"].items())), modules[module]
+        settings[name] = dataclasses.replace(settings[name], decode=fields, decode_source=entry["source"])
+
+
 def _saved(metadata: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, Mapping[str, Any]]:
     """Saved entries by their present names."""
     version = metadata.get("format_version")
-    if version != FORMAT_VERSION:
+    if version not in READABLE_VERSIONS:
         raise QuantConfigError(
-            f"checkpoint quantizers: format_version={version!r}, but this jlaqat reads {FORMAT_VERSION}; "
+            f"checkpoint quantizers: format_version={version!r}, but this jlaqat reads {FORMAT_VERSION} and older; "
             "load it with the version that wrote it, or a newer one."
         )
     saved: dict[str, Mapping[str, Any]] = {}

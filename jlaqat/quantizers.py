@@ -26,6 +26,7 @@ from jlaqat.quantizer import Quantizer as Quantizer
 from jlaqat.quantizer import QuantizerVariable as QuantizerVariable
 from jlaqat.quantizer import find_quantizers as find_quantizers
 from jlaqat.quantizer import matching, number_layers, stacked_layers, walk
+from jlaqat.quantizer import quantized_decode as quantized_decode
 from jlaqat.quantizer import quantized_delta_rule as quantized_delta_rule
 from jlaqat.quantizer_report import apply_quantizer_metadata as apply_quantizer_metadata
 from jlaqat.quantizer_report import quantizer_metadata as quantizer_metadata
@@ -37,7 +38,8 @@ from jlaqat.spec import QuantConfigError
 def quantize[M: nnx.Module](model: M, quant_cfg: Sequence[Mapping[str, Any]]) -> M:
     """Set the quantizers of `model` by an ordered list of entries, in place; returns the model.
 
-    Entries are `{quantizer_name: glob, cfg?: {...}, enable?: bool}`; docs/quantizers.md explains the fields. Every
+    Entries are `{quantizer_name: glob, cfg?: {...}, enable?: bool}`, and `{module_name: glob, cfg: {...}}` for decode
+    policies; docs/quantizers.md and docs/decode.md explain the fields. Every
     quantizer starts disabled and unset, so the list alone decides: a second call with another list replaces the
     settings (calibrated scales survive where a setting does not change), and `[]` disables everything. The list of a
     recipe: `load_recipe(name)`.
@@ -67,7 +69,10 @@ def enable_quantizer(model: nnx.Module, pattern: str) -> list[str]:
             f"{caller} {pattern!r}: {names} never had a setting; call jlaqat.quantize(model, quant_cfg)."
         )
     everything = find_quantizers(model)
-    after = {name: Setting(spec=x.spec, enabled=x.enabled or name in chosen) for name, x in everything.items()}
+    after = {
+        name: Setting(spec=x.spec, enabled=x.enabled or name in chosen, decode=x.decode)
+        for name, x in everything.items()
+    }
     check_pairs(after, {name: x.site for name, x in everything.items()})
     for quantizer in chosen.values():
         quantizer.enabled, quantizer.source = True, f"{caller} {pattern!r}"

@@ -65,7 +65,13 @@ class DeltaHead(nnx.Module):
         self.gdn_state_quantizer = Quantizer("state", **sizes)
         self.gdn_w_quantizer = Quantizer("w", **sizes)
 
-    def __call__(self, x: jax.Array, *, cu_seqlens: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        cu_seqlens: jax.Array | None = None,
+        prefix_lengths: jax.Array | int | None = None,
+    ) -> jax.Array:
         if x.ndim != 3 or x.shape[-1] != self.config.input_size:
             raise ValueError(
                 f"x has shape {x.shape}; a head takes [batch, tokens, input_size={self.config.input_size}]."
@@ -82,6 +88,7 @@ class DeltaHead(nnx.Module):
             beta,
             scale=1.0,
             cu_seqlens=cu_seqlens,
+            prefix_lengths=prefix_lengths,
             backend=self.config.backend,
         )
         return self.o_proj(o[:, :, 0])

@@ -11,7 +11,8 @@
 
 A batch is a dict of arrays with rows first: `inputs` int32 [B, T] tokens or float32 [B, T, D], `targets` [B, T] or
 [B, T, D], `weights` float32 [B, T] (optional; 0 where nothing is asked). Packed: `cu_seqlens` int32 [S+1] beside one
-row [1, T], or [B, S+1], one for each row (`split_packed` cuts a long row into several).
+row [1, T], or [B, S+1], one for each row (`split_packed` cuts a long row into several). `prefix_lengths` int32, one a
+sequence ([B], or packed [S] or [B, S]): where decoding starts, needed under decode policies.
 """
 
 from __future__ import annotations
@@ -129,14 +130,13 @@ def output_matching_loss(student: jax.Array, teacher: jax.Array) -> jax.Array:
 
 def forward(model: Callable, batch: Batch) -> jax.Array:
     """The model's outputs for a batch [B, T, …]: one call, or one call a row (vmapped) for several packed rows."""
-    inputs, cu_seqlens = jnp.asarray(batch["inputs"]), batch.get("cu_seqlens")
-    if cu_seqlens is None:
-        return model(inputs)
-    if cu_seqlens.ndim == 1:
-        return model(inputs, cu_seqlens=cu_seqlens)
+    inputs = jnp.asarray(batch["inputs"])
+    bounds = {name: batch[name] for name in ("cu_seqlens", "prefix_lengths") if name in batch}
+    if "cu_seqlens" not in bounds or bounds["cu_seqlens"].ndim == 1:
+        return model(inputs, **bounds)
     if inputs.shape[0] == 1:
-        return model(inputs, cu_seqlens=cu_seqlens[0])
-    return jax.vmap(lambda row, cu: model(row[None], cu_seqlens=cu)[0])(inputs, cu_seqlens)
+        return model(inputs, **{name: x[0] for name, x in bounds.items()})
+    return jax.vmap(lambda row, bounds: model(row[None], **bounds)[0])(inputs, bounds)
 
 
 def split_packed(batch: Mapping[str, np.ndarray], rows: int) -> dict[str, np.ndarray]:
@@ -161,8 +161,10 @@ def split_packed(batch: Mapping[str, np.ndarray], rows: int) -> dict[str, np.nda
     split = {
         name: np.reshape(value, (rows, length, *value.shape[2:]))
         for name, value in batch.items()
-        if name != "cu_seqlens"
+        if name not in ("cu_seqlens", "prefix_lengths")
     }
+    if "prefix_lengths" in batch:
+        split["prefix_lengths"] = np.reshape(batch["prefix_lengths"], (rows, per_row))
     split["cu_seqlens"] = np.stack([cu[i * per_row : (i + 1) * per_row + 1] - i * length for i in range(rows)])
     return split
 

@@ -27,6 +27,7 @@ LAYERS: list[set[str]] = [
 PART_OF: dict[str, str] = {
     "quant_fields": "quantizers",
     "quant_cfg": "quantizers",
+    "decode_rules": "quantizers",
     "quantizer": "quantizers",
     "calibration": "quantizers",
     "quantizer_report": "quantizers",

@@ -123,6 +123,8 @@ def test_table_rows_are_json(model):
         "frozen": False,
         "observing": False,
         "layers": 1,
+        "decode": None,
+        "decode_source": None,
     }
     assert [row["enabled"] for row in rows] == [True, False, True, False]
 
@@ -203,8 +205,8 @@ def test_a_checkpoint_without_quantizers_leaves_a_plain_model_plain(model):
 
 
 def test_a_newer_format_is_refused(model):
-    with pytest.raises(QuantConfigError, match=r"format_version=2, but this jlaqat reads 1; load it with the version"):
-        apply_quantizer_metadata(model, {"format_version": 2, "quantizers": {}})
+    with pytest.raises(QuantConfigError, match=r"format_version=3, but this jlaqat reads 2 and older; load it"):
+        apply_quantizer_metadata(model, {"format_version": 3, "quantizers": {}})
 
 
 def test_a_setting_that_does_not_load_names_its_quantizer(model):

@@ -30,7 +30,7 @@ class Mixer(nnx.Module):
         gate = (HV,) if self.kind == "gdn" else (HV, K)
         g, beta = jnp.full((B, T, *gate), -0.05, jnp.float32), jnp.full((B, T, HV), 0.6, jnp.float32)
         handles = (getattr(self, f"{self.kind}_{site}_quantizer") for site in ("state", "w"))
-        o, _ = quantized_delta_rule(*handles, q, k, v, g, beta, backend="xla")
+        o, _ = quantized_delta_rule(*handles, q, k, v, g, beta, prefix_lengths=T - 6, backend="xla")
         return x + o.reshape(B, T, HV * V) @ self.out[...]
 
 
