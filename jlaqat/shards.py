@@ -5,8 +5,8 @@ of both can be worked on as they are. XLA does not know that of a custom call an
 says so: `partitioned`, for jit over meshes of automatic axes. Where the axes of a mesh are explicit, types say how
 values are cut, and `over_explicit_mesh` reads them.
 
-Both take layouts: a word for each dimension of an array. "b" counts sequences, "h" key heads, "(h r)" value heads,
-"(b t)" rows of sequences. What has b or h in front may be cut; every other dimension stays whole.
+Both take layouts: a word for each dimension of an array. "b" counts sequences, "(b t)" their rows, "h" key heads, "hv"
+value heads, which are cut as key heads are. Every other dimension stays whole.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 Array = jax.Array
-CUT = ("b", "h")
+CUT = {"b": "b", "h": "h", "hv": "h"}  # what may be cut, and together with what
 
 
 def varying_axes(x: Array) -> frozenset[str]:
@@ -46,7 +46,7 @@ def vary_over(x: Array, axes: frozenset[str]) -> Array:
 
 
 def factors(layout: str) -> list[tuple[str, ...]]:
-    """The factors of each dimension, the outermost first: "b (h r) k" is [("b",), ("h", "r"), ("k",)]."""
+    """The factors of each dimension, the outermost first: "(b t) hv k" is [("b", "t"), ("hv",), ("k",)]."""
     found: list[tuple[str, ...]] = []
     for i, part in enumerate(layout.replace(")", "(").split("(")):
         found += [tuple(part.split())] if i % 2 else [(word,) for word in part.split()]
@@ -54,19 +54,23 @@ def factors(layout: str) -> list[tuple[str, ...]]:
 
 
 def _cuts(layout: str, sharding: Any) -> Iterable[tuple[str, Any]]:
-    """(outermost factor, mesh axes) of each dimension that a NamedSharding cuts."""
+    """(outermost factor, mesh axes) of each dimension that a NamedSharding cuts; heads of both kinds are "h"."""
     for words, axes in zip(factors(layout), sharding.spec):
         if axes is not None:
-            yield words[0], axes
+            yield CUT.get(words[0], words[0]), axes
 
 
 def _spec(layout: str, cut: dict[str, Any]) -> PartitionSpec:
     """cut: the mesh axes of "b" and of "h", absent or None where they are whole."""
-    return PartitionSpec(*(cut.get(words[0]) for words in factors(layout)))
+    return PartitionSpec(*(cut.get(CUT.get(words[0], "")) for words in factors(layout)))
+
+
+def _names(axes: Any) -> tuple[str, ...]:
+    return () if axes is None else axes if isinstance(axes, tuple) else (axes,)
 
 
 def _pieces(mesh: Any, axes: Any) -> int:
-    return math.prod(mesh.shape[axis] for axis in (axes if isinstance(axes, tuple) else (axes,)))
+    return math.prod(mesh.shape[axis] for axis in _names(axes))
 
 
 # ------------------------------------------------------------------ automatic axes
@@ -86,9 +90,11 @@ def partitioned(function: Callable[..., Sequence[Array]], operands: Sequence[str
                 cut.setdefault(factor, axes)
         for layout, x in zip(operands, arguments, strict=True):
             for (factor, *inner), size in zip(factors(layout), x.shape, strict=True):
-                if not inner and cut.get(factor) is not None and size % _pieces(mesh, cut[factor]):
-                    cut[factor] = None
-        cut = {factor: axes for factor, axes in cut.items() if factor in CUT}
+                together = CUT.get(factor, "")
+                if not inner and cut.get(together) is not None and size % _pieces(mesh, cut[together]):
+                    cut[together] = None
+        if set(_names(cut.get("b"))) & set(_names(cut.get("h"))):
+            cut["h"] = None
 
         def shardings(layouts: Sequence[str]) -> list[NamedSharding]:
             return [NamedSharding(mesh, _spec(layout, cut)) for layout in layouts]

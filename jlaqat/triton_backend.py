@@ -325,7 +325,7 @@ class _Layouts:
         if axis == 0 and self.sequences is not None:
             return "b" if size == self.sequences else f"(b {next(self.names)})"
         if is_head:
-            return "h" if size == self.heads else f"(h {next(self.names)})"
+            return "h" if size == self.heads else "hv"
         return next(self.names)
 
 

@@ -22,7 +22,7 @@ pytest.importorskip("triton")
 pytest.importorskip("jax_triton")
 
 import jlaqat
-from jlaqat import backends
+from jlaqat import backends, triton_backend
 from jlaqat.chunked import Inputs
 from jlaqat.kernels import pipeline
 from jlaqat.kernels.call import Gradients, Output, Residuals
@@ -252,16 +252,27 @@ def stand_in_backward(run, inputs, residuals, do, dfinal, options):
     return Gradients(rows * 2, k * rows, do * v, dg, beta + dfinal.sum((2, 3))[:, None], dfinal * state)
 
 
+@pytest.fixture
+def stand_in(monkeypatch):
+    """The stand-in for the kernels, and no trace of it afterwards."""
+    monkeypatch.setattr(pipeline, "forward", stand_in_forward)
+    monkeypatch.setattr(pipeline, "backward", stand_in_backward)
+    triton_backend._forward.cache_clear()
+    triton_backend._backward.cache_clear()
+    seen.clear()
+    yield
+    triton_backend._forward.cache_clear()
+    triton_backend._backward.cache_clear()
+
+
 seen: list[tuple[int, ...]] = []
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute")
 
 
 @pytest.mark.parametrize("gate", ["gdn", "kda"])
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
-def test_jit_with_sharded_operands_launches_on_shards(gate, packed, monkeypatch):
+def test_jit_with_sharded_operands_launches_on_shards(gate, packed, stand_in):
     """A launch is opaque to XLA, which would gather its operands; the op's own rule keeps batch and heads cut."""
-    monkeypatch.setattr(pipeline, "forward", stand_in_forward)
-    monkeypatch.setattr(pipeline, "backward", stand_in_backward)
     sizes = dict(B=1, num_sequences=3) if packed else dict(B=4)
     x = make_inputs(1, gate=gate, T=70, H=2, HV=4, K=16, V=16, **sizes)
     cu = np.array([0, 3, 70, 70], np.int32) if packed else None
@@ -291,10 +302,8 @@ def test_jit_with_sharded_operands_launches_on_shards(gate, packed, monkeypatch)
     assert got[1][0].sharding.spec == specs["v"]
 
 
-def test_rows_of_packed_tokens_stay_on_their_devices(monkeypatch):
+def test_rows_of_packed_tokens_stay_on_their_devices(stand_in):
     """Data parallelism over packed rows: a vmap over rows that lie on several devices."""
-    monkeypatch.setattr(pipeline, "forward", stand_in_forward)
-    monkeypatch.setattr(pipeline, "backward", stand_in_backward)
     x = make_inputs(1, B=4, T=70, H=2, HV=4, K=16, V=16)
     rows = {name: a[:, None] for name, a in x.items()}
     cu = np.array([[0, 70], [0, 64], [0, 3], [0, 1]], np.int32)
@@ -317,6 +326,32 @@ def test_rows_of_packed_tokens_stay_on_their_devices(monkeypatch):
     assert not [name for name in COLLECTIVES if name in compiled.as_text()]
     got = compiled(placed, placed_cu)
     for a, c in zip(jax.tree.leaves(got), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_allclose(a, c, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({"q": P(), "k": P()}, (4, 70, 2, 4)),  # more devices than key heads
+        ({"q": P("x"), "v": P(None, None, "x")}, (2, 70, 2, 4)),  # one axis twice
+        ({"q": P(None, None, None, "y")}, (4, 70, 2, 4)),  # something else is cut
+    ],
+)
+def test_operands_that_are_cut_otherwise_are_moved(changes, wanted, stand_in):
+    """Never an error and never wrong: what cannot stay cut is gathered first."""
+    x = make_inputs(1, B=4, T=70, H=2, HV=4, K=16, V=16)
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    heads = {name: P(None, None, "y") for name in ("v", "g", "beta")} | {"initial_state": P(None, "y")}
+    specs = (dict.fromkeys(x, P()) | heads if "k" in changes else dict.fromkeys(x, P())) | changes
+    placed = {name: jax.device_put(a, NamedSharding(mesh, specs[name])) for name, a in x.items()}
+
+    def run(x):
+        return delta_rule_triton(Inputs(**x), None, FP8, 0.2, compute_capability=90)
+
+    whole = jax.jit(run)(x)
+    got = jax.jit(run)(placed)
+    assert set(seen) == {(4, 70, 2, 4), wanted}
+    for a, c in zip(got, whole, strict=True):
         np.testing.assert_allclose(a, c, rtol=1e-5, atol=1e-6)
 
 
