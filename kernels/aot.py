@@ -21,7 +21,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from jlaqat.kernels import pipeline
+from jlaqat.kernels import pipeline, recurrent_pipeline
 from jlaqat.kernels.call import SHARED_MEMORY, Inputs, options_for
 from jlaqat.kernels.launch import Launch, dtype_name
 from jlaqat.kernels.tuning import Tuning
@@ -87,7 +87,7 @@ class CompileRun:
                 signature[name] = "*" + _TYPES[dtype_name(array)]
                 attrs[(i,)] = [["tt.divisibility", 16]]
         source = ASTSource(launch.kernel, signature, constants, attrs)
-        options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": True}
+        options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": launch.fp_fusion}
         kernel = triton.compile(source, target=self.target, options=options)
         self.report.append(_describe(launch, kernel, self.target.arch))
         return outputs
@@ -140,6 +140,39 @@ def compile_pipeline(
     run = CompileRun(architecture, report)
     out = pipeline.forward(run, inputs, options)
     pipeline.backward(run, inputs, out.residuals, v, state, options)
+    return report
+
+
+def compile_recurrent(
+    architecture: int,
+    gate: str,
+    dtype: str,
+    state: QuantSpec | None,
+    *,
+    key_dim: int,
+    value_dim: int,
+    heads: tuple[int, int],
+    batch: int = 8,
+    tokens: int = 64,
+    read_stored: bool = False,
+) -> list[Compiled]:
+    """Compiles the recurrence, forward and backward. heads: of q and k, and of v."""
+    h, hv = heads
+    q, v = FakeArray((batch, tokens, h, key_dim), dtype), FakeArray((batch, tokens, hv, value_dim), dtype)
+    g = FakeArray((batch, tokens, hv, key_dim) if gate == "kda" else (batch, tokens, hv), "float32")
+    operands = recurrent_pipeline.Tokens(q, q, v, g, FakeArray((batch, tokens, hv), dtype))
+    options = recurrent_pipeline.Options(
+        scale=key_dim**-0.5, state=state, read_stored=read_stored, hardware_fp8=architecture >= 89
+    )
+    report: list[Compiled] = []
+    run = CompileRun(architecture, report)
+    dtypes = {None: "float32", "bfloat16": "bfloat16", "float16": "float16"}
+    values = FakeArray((batch, hv, key_dim, value_dim), dtypes.get(state and state.format, "uint8"))
+    entering = recurrent_pipeline.State(values, FakeArray((1,), "float32"))
+    out = recurrent_pipeline.forward(run, operands, entering, options, stride=1)
+    assert out.saved is not None
+    d_leaving = FakeArray(values.shape, "float32")
+    recurrent_pipeline.backward(run, operands, entering, out.saved, v, d_leaving, options)
     return report
 
 

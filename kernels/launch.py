@@ -31,7 +31,7 @@ class Launch:
     inputs: arrays of the runner's framework, by parameter name.
     outputs: `Buffer`s by parameter name; the runner allocates them.
     constants: numbers, strings and flags by parameter name, constexpr or not.
-    num_warps, num_stages: launch parameters of Triton's compiler.
+    num_warps, num_stages: launch parameters of Triton's compiler. fp_fusion: it may contract a·b + c into one rounding.
 
     Raises TypeError where the names are not exactly the kernel's parameters: jax-triton takes a misspelt operand for a
     compile-time constant and reports, if anything, a count.
@@ -44,6 +44,7 @@ class Launch:
     constants: Mapping[str, Any]
     num_warps: int = 4
     num_stages: int = 2
+    fp_fusion: bool = True
 
     def __post_init__(self) -> None:
         given = [*self.inputs, *self.outputs, *self.constants]

@@ -13,8 +13,9 @@ pytest.importorskip("triton")
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
-def test_kernels_through_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "tests/kernels_interpreted.py"]
+@pytest.mark.parametrize("tests", ["kernels_interpreted", "recurrent_interpreted"])
+def test_kernels_through_the_interpreter(tests):
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"tests/{tests}.py"]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

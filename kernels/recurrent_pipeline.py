@@ -1,0 +1,297 @@
+"""Launches of the recurrence: tokens forward, and backward over a segment. Shapes and the maths: docs/decode.md.
+
+    out = forward(run, Tokens(q, k, v, g, beta), state, spec)
+    gradients = backward(run, Tokens(...), state, out.saved, do, d_leaving, spec)
+
+The backward wants the states after every token (`stride=1`), so a caller goes through long sequences in segments: a
+forward that saves a state every so many tokens, then, from the last segment to the first, a forward again from the
+saved state (the same kernel, the same bits) and the backward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+from jlaqat.kernels import chunk_output, recurrent
+from jlaqat.kernels.call import UnsupportedByKernels, power_of_two
+from jlaqat.kernels.launch import Buffer, Launch, Run
+from jlaqat.spec import QuantSpec, fit_to_site
+
+KEY_ROW = 32  # values that share a scale under "key_row"
+NEVER = 1 << 30
+
+
+class Tokens(NamedTuple):
+    """Operands of N sequences of T tokens, T ≥ 1. k and g as the policy keeps them."""
+
+    q: Any  # [N, T, H, K]
+    k: Any  # [N, T, H, K]
+    v: Any  # [N, T, HV, V]
+    g: Any  # [N, T, HV] or [N, T, HV, K] float32, log decay
+    beta: Any  # [N, T, HV]
+
+
+class State(NamedTuple):
+    """States as they are kept: [N, slots, HV, K, V] or [N, HV, K, V]."""
+
+    values: Any  # uint8 codes (E4M3's bits, or INT8 in two's complement), bfloat16, float16 or float32
+    scale: (
+        Any | None
+    )  # float32: tile [..., HV, ceil(V / block_v)], key_row [..., HV, K, ceil(V / 32)], value_row [..., V]
+
+
+class Output(NamedTuple):
+    o: Any  # [N, T, HV, V] in v's dtype
+    state: State  # after the last token
+    saved: State | None  # [N, T // stride, ...] after every `stride` tokens
+
+
+class Gradients(NamedTuple):
+    q: Any  # [N, T, H, K] float32
+    k: Any  # [N, T, H, K] float32
+    v: Any  # [N, T, HV, V] float32
+    g: Any  # as g, float32
+    beta: Any  # [N, T, HV] float32
+    state: Any  # [N, HV, K, V] float32
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a call runs.
+
+    scale: on q. state: how the state is rounded after every token, None for float32.
+    read_stored: outputs read the state after its rounding, not before.
+    hardware_fp8: use the E4M3 conversion of SM89 and newer; the arithmetic one gives the same bits.
+    width: columns of one program where the format leaves that open; warps: of a program.
+    """
+
+    scale: float
+    state: QuantSpec | None = None
+    read_stored: bool = False
+    hardware_fp8: bool = False
+    width: int = 32
+    warps: int = 4
+
+    def __post_init__(self) -> None:
+        if self.state is not None:
+            object.__setattr__(self, "state", fit_to_site(self.state, "state"))
+
+
+def why_not(spec: QuantSpec | None, key_dim: int) -> str | None:
+    """The reason why the kernels cannot keep a state so, as the end of a sentence; None where they can."""
+    if key_dim > 256:
+        return f"K is {key_dim} and the kernels hold at most 256 key channels"
+    if spec is None:
+        return None
+    spec = fit_to_site(spec, "state")
+    if spec.format not in ("e4m3", "int8", "bfloat16", "float16"):
+        return f"the kernels decode with E4M3, INT8, bfloat16 and float16 states, not {spec.format!r}"
+    plain = QuantSpec(format=spec.format)
+    if spec.rounding != plain.rounding or spec.scale != "dynamic" or spec.limit or spec.scale_dtype != "float32":
+        return (
+            f"the kernels round to nearest with dynamic float32 scales to the format's maximum, not {spec.describe()}"
+        )
+    if spec.format in ("e4m3", "int8") and spec.granularity not in ("tile", "key_row", "value_row"):
+        return f"the kernels scale states by tile, key_row or value_row, not {spec.granularity!r}"
+    return None
+
+
+class _Call(NamedTuple):
+    """Sizes and constants of the two directions."""
+
+    tokens: Tokens
+    options: Options
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int, int, int]:
+        """N, T, H, HV, K, V"""
+        n, t, h, k = self.tokens.q.shape
+        return n, t, h, self.tokens.v.shape[2], k, self.tokens.v.shape[3]
+
+    @property
+    def format(self) -> str:
+        return "float32" if self.options.state is None else self.options.state.format
+
+    @property
+    def coded(self) -> bool:
+        return self.format in ("e4m3", "int8")
+
+    @property
+    def granularity(self) -> str:
+        return str(self.options.state.granularity) if self.coded and self.options.state else "none"
+
+    @property
+    def width(self) -> int:
+        spec, v = self.options.state, self.sizes[5]
+        if self.granularity == "tile":
+            assert spec is not None
+            return spec.block_v
+        return KEY_ROW if self.granularity == "key_row" else min(self.options.width, power_of_two(v))
+
+    @property
+    def programs_v(self) -> int:
+        return -(-self.sizes[5] // self.width)
+
+    def constants(self) -> dict[str, Any]:
+        _, t, h, hv, k, v = self.sizes
+        return {
+            "scale": float(self.options.scale),
+            "T": t,
+            "H": h,
+            "HV": hv,
+            "K": k,
+            "V": v,
+            "BK": power_of_two(k),
+            "BV": self.width,
+            "IS_KDA": len(self.tokens.g.shape) == 4,
+            "FORMAT": self.format,
+            "GRANULARITY": self.granularity,
+            "READ_STORED": self.options.read_stored,
+            "HARDWARE_FP8": self.options.hardware_fp8,
+        }
+
+    def inputs(self, state: State) -> dict[str, Any]:
+        operands = {f"p_{name}": x for name, x in zip(Tokens._fields, self.tokens)}
+        scale = self.tokens.beta if state.scale is None else state.scale
+        return {**operands, "p_values": state.values, "p_scale": scale}
+
+    def kept(self, *leading: int) -> tuple[Buffer, Buffer]:
+        """Values and scales of [*leading] states."""
+        _, _, _, hv, k, v = self.sizes
+        dtype = "uint8" if self.coded else self.format
+        scale = {"tile": (self.programs_v,), "key_row": (k, self.programs_v), "value_row": (v,)}.get(self.granularity)
+        values = Buffer((*leading, hv, k, v), dtype)
+        return values, Buffer((*leading, hv, *scale) if scale else (1,), "float32")
+
+    def state_of(self, values: Any, scale: Any) -> State:
+        return State(values, scale if self.coded else None)
+
+
+def forward(
+    run: Run,
+    tokens: Tokens,
+    state: State,
+    options: Options,
+    *,
+    stride: int | None = None,
+    slot: tuple[int, int] = (1, 0),
+) -> Output:
+    """The tokens in order, from `state`. slot: (how many states a sequence has in it, which of them enters).
+
+    stride: save the state after every so many tokens; None saves none.
+    """
+    call = _Call(tokens, options)
+    n, t, _, hv, _, v = call.sizes
+    _check(call)
+    slots = t // stride if stride else 0
+    values, scales = call.kept(n)
+    saved, saved_scales = call.kept(n, slots) if slots else (Buffer((1,), "float32"), Buffer((1,), "float32"))
+    launch = Launch(
+        kernel=recurrent.recurrent_forward_kernel,
+        grid=n * hv * call.programs_v,
+        inputs=call.inputs(state),
+        outputs={
+            "p_o": Buffer(tuple(tokens.v.shape), str(tokens.v.dtype).removeprefix("torch.")),
+            "p_values_out": values,
+            "p_scale_out": scales,
+            "p_saved": saved,
+            "p_saved_scale": saved_scales,
+        },
+        constants={
+            **call.constants(),
+            "IN_SLOTS": slot[0],
+            "IN_SLOT": slot[1],
+            "SLOTS": slots,
+            "STRIDE": stride if slots else NEVER,
+        },
+        num_warps=options.warps,
+        num_stages=1,
+        fp_fusion=False,
+    )
+    out = run(launch)
+    return Output(
+        out["p_o"],
+        call.state_of(out["p_values_out"], out["p_scale_out"]),
+        call.state_of(out["p_saved"], out["p_saved_scale"]) if slots else None,
+    )
+
+
+def backward(
+    run: Run,
+    tokens: Tokens,
+    state: State,
+    saved: State,
+    do: Any,
+    d_leaving: Any,
+    options: Options,
+    *,
+    slot: tuple[int, int] = (1, 0),
+) -> Gradients:
+    """Gradients of the tokens and of the entering states, straight through every rounding.
+
+    state, slot: as the forward got them; saved: what it saved at `stride=1`. do: [N, T, HV, V]; d_leaving: [N, HV, K,
+    V] float32.
+    """
+    call = _Call(tokens, options)
+    n, t, h, hv, k, v = call.sizes
+    _check(call)
+    parts = hv * call.programs_v
+    kda = len(tokens.g.shape) == 4
+    launch = Launch(
+        kernel=recurrent.recurrent_backward_kernel,
+        grid=n * parts,
+        inputs={
+            **call.inputs(state),
+            "p_saved": saved.values,
+            "p_saved_scale": tokens.beta if saved.scale is None else saved.scale,
+            "p_do": do,
+            "p_ds": d_leaving,
+        },
+        outputs={
+            "p_dq": Buffer((n, t, parts, k), "float32"),
+            "p_dk": Buffer((n, t, parts, k), "float32"),
+            "p_dv": Buffer((n, t, hv, v), "float32"),
+            "p_dg": Buffer((n, t, parts, k) if kda else (n, t, parts), "float32"),
+            "p_dbeta": Buffer((n, t, parts), "float32"),
+            "p_ds_in": Buffer((n, hv, k, v), "float32"),
+        },
+        constants={**call.constants(), "IN_SLOTS": slot[0], "IN_SLOT": slot[1]},
+        num_warps=options.warps,
+        num_stages=1,
+        fp_fusion=False,
+    )
+    out = run(launch)
+
+    def whole(x: Any, heads: int, width: int, shape: tuple[int, ...]) -> Any:
+        return _sum_parts(run, x, n * t, parts, heads, width).reshape(shape)
+
+    return Gradients(
+        q=whole(out["p_dq"], h, k, (n, t, h, k)),
+        k=whole(out["p_dk"], h, k, (n, t, h, k)),
+        v=out["p_dv"],
+        g=whole(out["p_dg"], hv, k if kda else 1, tuple(tokens.g.shape)),
+        beta=whole(out["p_dbeta"], hv, 1, (n, t, hv)),
+        state=out["p_ds_in"],
+    )
+
+
+def _sum_parts(run: Run, x: Any, rows: int, parts: int, heads: int, width: int) -> Any:
+    """[rows, parts, width] → [rows, heads, width]: sums over the programs and value heads of each head."""
+    if parts == heads:
+        return x
+    block = 32
+    launch = Launch(
+        kernel=chunk_output.group_sum_kernel,
+        grid=-(-rows // block) * heads,
+        inputs={"p_x": x},
+        outputs={"p_y": Buffer((rows, heads, width), "float32")},
+        constants={"ROWS": rows, "H": heads, "HV": parts, "K": width, "BLOCK": block, "BK": power_of_two(width)},
+    )
+    return run(launch)["p_y"]
+
+
+def _check(call: _Call) -> None:
+    reason = why_not(call.options.state, call.sizes[4])
+    if reason:
+        raise UnsupportedByKernels(f"{reason}; use backend='xla'.")

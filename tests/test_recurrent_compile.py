@@ -1,0 +1,28 @@
+"""The recurrence kernels compiled ahead of time, without a GPU, for every architecture."""
+
+import pytest
+
+pytest.importorskip("triton")
+
+from jlaqat.spec import QuantSpec
+
+
+@pytest.mark.parametrize(
+    ("architecture", "gate", "state"),
+    [
+        (80, "gdn", QuantSpec.fp8()),
+        (89, "kda", QuantSpec.int8(granularity="key_row")),
+        (90, "gdn", None),
+        (90, "kda", QuantSpec.fp8()),
+        (90, "gdn", QuantSpec.float16()),
+        (100, "kda", QuantSpec.fp8(granularity="value_row")),
+        (120, "gdn", QuantSpec.fp8()),
+    ],
+    ids=str,
+)
+def test_compiles_without_spilling(architecture, gate, state):
+    from jlaqat.kernels.aot import compile_recurrent
+
+    report = compile_recurrent(architecture, gate, "bfloat16", state, key_dim=128, value_dim=128, heads=(4, 8))
+    assert {k.name for k in report} >= {"recurrent_forward", "recurrent_backward"}
+    assert [k for k in report if k.stack] == []
