@@ -31,15 +31,21 @@ def choose(backend: str, inputs: Inputs, quant: DeltaQuant, *, by_token: bool = 
             return "triton"
         remedy = "" if "'xla'" in reason else " Use backend='xla' or 'auto'."
         raise NotImplementedError(f"backend='triton' cannot serve this call: {reason.rstrip('.')}.{remedy}")
+    say_choice("delta_rule", backend, reason)
+    return "triton or xla" if reason is None else "xla"
+
+
+def say_choice(what: str, backend: str, reason: str | None) -> None:
+    """Logs, once, what "auto" came to; reason: why not Triton."""
+    if backend != "auto":
+        return
     if reason is None:
         capability = triton_backend.target_capability()
-        _say_once(logging.INFO, f"backend='auto' runs delta_rule on 'triton' (kernels for SM{capability})")
-        return "triton or xla"
-    if jax.default_backend() == "gpu":
-        _say_once(logging.WARNING, f"backend='auto' runs delta_rule on 'xla' (plain JAX), not on 'triton': {reason}")
+        _say_once(logging.INFO, f"backend='auto' runs {what} on 'triton' (kernels for SM{capability})")
+    elif jax.default_backend() == "gpu":
+        _say_once(logging.WARNING, f"backend='auto' runs {what} on 'xla' (plain JAX), not on 'triton': {reason}")
     else:
-        _say_once(logging.INFO, "backend='auto' runs delta_rule on 'xla' (plain JAX)")
-    return "xla"
+        _say_once(logging.INFO, f"backend='auto' runs {what} on 'xla' (plain JAX)")
 
 
 @functools.cache

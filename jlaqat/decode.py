@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jlaqat import checks, ops
+from jlaqat import backends, checks, ops
 from jlaqat.chunked import Inputs, computation_dtype
 from jlaqat.decode_carry import (
     DecodeCarry,
@@ -31,6 +31,8 @@ from jlaqat.decode_carry import (
 from jlaqat.decode_policy import DecodePolicy
 from jlaqat.decode_reference import decode_reference
 from jlaqat.decode_scan import Span, decode_scan, make_rows, token
+from jlaqat.decode_triton import decode_triton
+from jlaqat.decode_triton import why_not as decode_triton_why_not
 from jlaqat.rounding import div_rn, straight_through
 from jlaqat.shards import vary_over, varying_axes
 from jlaqat.sites import Place
@@ -86,7 +88,8 @@ def delta_rule_decode(
       scale: of q; a Python number, K^−½ unless given.
       w: rounds the WY factor inside prefixes, as `DeltaQuant.w`.
       quant_arrays: step, layer and offsets that key stochastic rounding; a static w_amax.
-      backend: "xla" (any device), "reference" (slow, for tests), or "auto". A prefix runs on the backend of that name.
+      backend: "xla" (any device), "triton" (NVIDIA GPUs; see `decode_triton.why_not` for what it takes), "reference"
+        (slow, for tests), or "auto": "triton" where it can. A prefix runs on the backend of that name.
 
     Returns (o [B, T, HV, V] in v's dtype, the carry). Cutting a decode into calls at any token changes no bit; where a
     prefix is cut, each part is handed over, and so rounded, by itself. A call without tokens writes nothing. A prefix
@@ -100,12 +103,12 @@ def delta_rule_decode(
     inputs, tokens, arrays, scale = _prepare(
         q, k, v, g, beta, state, quant, prefix_lengths, lengths, cu_seqlens, scale, quant_arrays
     )
-    backend = _choose(backend)
+    by_kernels = _by_kernels(backend, quant, inputs, tokens)
     if backend == "reference":
         return decode_reference(inputs, state, quant, tokens, arrays, scale, w)
     memory = None if not isinstance(state, DecodeCarry) else unpack(state, quant, computation_dtype(inputs.v))
     o_prefix, inside, memory = _prefill(inputs, memory, tokens, quant, arrays, scale, w, backend)
-    o, memory = _decode(inputs, memory, tokens, quant, arrays, scale)
+    o, memory = _decode(inputs, memory, tokens, quant, arrays, scale, by_kernels)
     if inside is not None:
         o = jnp.where(inside[..., None, None], o_prefix, o)
     carry = pack(memory, quant, inputs.k.shape[2], inputs.g.ndim == 4)
@@ -154,7 +157,7 @@ def delta_rule_step(
     plain = DecodePolicy()
     inputs, tokens, arrays, scale = _prepare(q, k, v, g, beta, state, plain, None, None, None, scale, quant_arrays)
     memory = _hand_over(inputs.initial_state, None, None, inputs, plain, arrays)
-    o, memory = _decode(inputs, memory, tokens, plain, arrays, scale)
+    o, memory = _decode(inputs, memory, tokens, plain, arrays, scale, _by_kernels("auto", plain, inputs, tokens))
     return o[:, 0].astype(v.dtype), memory.S
 
 
@@ -227,7 +230,15 @@ def _hand_over(S, residual, position, inputs: Inputs, quant: DecodePolicy, array
     return Memory(S, stored, ring, residual, position, jnp.zeros_like(position))
 
 
-def _decode(inputs: Inputs, memory: Memory, tokens: Tokens, quant: DecodePolicy, arrays: QuantArrays, scale: float):
+def _decode(
+    inputs: Inputs,
+    memory: Memory,
+    tokens: Tokens,
+    quant: DecodePolicy,
+    arrays: QuantArrays,
+    scale: float,
+    by_kernels: bool,
+):
     """(o [B, T, HV, V], 0 where nothing is decoded; the memory after the last token)."""
     T, dtype = inputs.k.shape[1], computation_dtype(inputs.v)
     skipped = _shortest(tokens)
@@ -238,7 +249,9 @@ def _decode(inputs: Inputs, memory: Memory, tokens: Tokens, quant: DecodePolicy,
     v = rotate(v) if quant.rotated else v
     axes = frozenset().union(*(varying_axes(x) for x in jax.tree.leaves((q, k, v, g, beta, memory, arrays))))
     memory = jax.tree.map(lambda x: vary_over(x, axes), memory)
-    if T - skipped == 1 and tokens.cu_seqlens is None:
+    if by_kernels:
+        o, memory = decode_triton(quant, scale, Inputs(q, k, v, g, beta, memory.S), memory)
+    elif T - skipped == 1 and tokens.cu_seqlens is None:
         active, sequence = jnp.ones(k.shape[0], bool), jnp.arange(k.shape[0], dtype=jnp.int32)
         if tokens.prefix is not None:
             active = active & (jnp.asarray(tokens.prefix) <= skipped)
@@ -248,12 +261,20 @@ def _decode(inputs: Inputs, memory: Memory, tokens: Tokens, quant: DecodePolicy,
         memory, o, _ = token(memory, row, active, sequence, quant, arrays)
         o = o[:, None]
     else:
-        start, stop = (None if x is None else jnp.asarray(x) - skipped for x in (tokens.prefix, tokens.lengths))
-        cu_seqlens = None if tokens.cu_seqlens is None else jnp.asarray(tokens.cu_seqlens)
-        span = Span(cu_seqlens, start, None if cu_seqlens is not None else stop)
+        span = _span(tokens, skipped)
         o, memory = decode_scan(quant, scale, Inputs(q, k, v, g, beta, memory.S), memory, span, arrays)
     o = rotate(o) if quant.rotated else o
     return jnp.pad(o, ((0, 0), (skipped, 0), (0, 0), (0, 0))), memory
+
+
+def _span(tokens: Tokens, skipped: int) -> Span:
+    """The decoded tokens, counted from the first `skipped` on."""
+    start, stop = tokens.prefix, tokens.lengths
+    if isinstance(start, np.ndarray) and tokens.cu_seqlens is None and np.all(start == skipped):
+        start = None  # all start with the first
+    start, stop = (None if x is None else jnp.asarray(x) - skipped for x in (start, stop))
+    cu_seqlens = None if tokens.cu_seqlens is None else jnp.asarray(tokens.cu_seqlens)
+    return Span(cu_seqlens, start, None if cu_seqlens is not None else stop)
 
 
 def round_decay(g: Array, quant: DecodePolicy) -> Array:
@@ -382,15 +403,19 @@ def _check_range(name: str, x: np.ndarray, most: Any) -> None:
         raise ValueError(f"{name}[{n}]={x[n]} is out of range; sequence {n} has {limit} tokens, so give 0 to {limit}.")
 
 
-def _choose(backend: str) -> str:
-    if backend not in checks.BACKENDS:
-        raise ValueError(f"backend={backend!r} is unknown; choose one of {', '.join(map(repr, checks.BACKENDS))}.")
-    if backend == "triton":
+def _by_kernels(backend: str, quant: DecodePolicy, inputs: Inputs, tokens: Tokens) -> bool:
+    """Whether the Triton kernels decode this call; raises where "triton" was asked for and they cannot."""
+    checks.check_backend(backend)
+    if backend not in ("auto", "triton"):
+        return False
+    reason = decode_triton_why_not(quant, inputs.k.shape[3], _span(tokens, _shortest(tokens)), inputs.v.dtype)
+    if backend == "triton" and reason is not None:
         raise NotImplementedError(
-            "backend='triton' cannot serve this call: its kernels do not decode with a policy. Use backend='xla', or "
-            "'auto', which runs prefixes on the fastest backend and decodes on 'xla'."
+            f"backend='triton' cannot serve this call: {reason}. Use backend='xla', or 'auto', which runs prefixes on "
+            "the fastest backend that can."
         )
-    return backend
+    backends.say_choice("delta_rule_decode", backend, reason)
+    return reason is None
 
 
 def _poison(result: tuple[Array, DecodeCarry], tokens: Tokens, T: int) -> tuple[Array, DecodeCarry]:

@@ -50,6 +50,25 @@ def why_not(inputs: Inputs, quant: DeltaQuant, compute_capability: int | None = 
 
     compute_capability: 90 for SM90 and so on; None asks the default device.
     """
+    if compute_capability is None:
+        compute_capability = target_capability()
+    reason = cannot_run(compute_capability)
+    if reason is not None:
+        return reason
+    if compute_capability >= 100 and quant.state is not None and _triton_version() < (3, 9):
+        return "Triton before 3.9 cannot compile the rounded state scan for SM100 and newer (pip install 'triton>=3.9')"
+    from jlaqat.kernels.call import Call, UnsupportedByKernels
+
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)
+    try:
+        Call(lambda launch: {}, _operands(shapes, None), _options(quant, 1.0, compute_capability))
+    except UnsupportedByKernels as refusal:
+        return str(refusal)
+    return None
+
+
+def cannot_run(compute_capability: int | None = None) -> str | None:
+    """`why_not` for any kernel at all: what this machine lacks."""
     for package in ("triton", "jax_triton"):
         if importlib.util.find_spec(package) is None:
             return f"the package {package} is not installed (pip install 'jlaqat[cuda13]')"
@@ -61,15 +80,6 @@ def why_not(inputs: Inputs, quant: DeltaQuant, compute_capability: int | None = 
         )
     if compute_capability < MINIMUM_CAPABILITY:
         return f"the GPU is SM{compute_capability} and the kernels need SM{MINIMUM_CAPABILITY} or newer"
-    if compute_capability >= 100 and quant.state is not None and _triton_version() < (3, 9):
-        return "Triton before 3.9 cannot compile the rounded state scan for SM100 and newer (pip install 'triton>=3.9')"
-    from jlaqat.kernels.call import Call, UnsupportedByKernels
-
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)
-    try:
-        Call(lambda launch: {}, _operands(shapes, None), _options(quant, 1.0, compute_capability))
-    except UnsupportedByKernels as reason:
-        return str(reason)
     return None
 
 
@@ -171,12 +181,17 @@ class _Target:
             num_warps=launch.num_warps,
             num_stages=launch.num_stages,
             compute_capability=self.capability if self.ahead_of_time else None,
-            backend_options={"enable_fp_fusion": True},
+            backend_options={"enable_fp_fusion": launch.fp_fusion},
             **inputs,
             **launch.constants,
         )
         # jax-triton does not know that what it returns differs between devices as its operands do.
         return {name: vary_over(x, axes) for name, x in zip(launch.outputs, outputs, strict=True)}
+
+
+def run(launch: Any) -> dict[str, Array]:
+    """Runs a Launch on the default device, or for what `compile_for` names."""
+    return _Target(target_capability(), bool(_compile_for), portable=False).run(launch)
 
 
 def _options(quant: DeltaQuant, scale: float, capability: int) -> Any:

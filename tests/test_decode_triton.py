@@ -1,0 +1,98 @@
+"""The kernels behind `delta_rule_decode` as far as one can tell without a GPU: what is launched, what is refused."""
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+pytest.importorskip("triton")
+pytest.importorskip("jax_triton")
+
+import jlaqat
+from jlaqat import DecodePolicy, QuantSpec
+from jlaqat.testing import make_inputs
+
+SIZES = dict(B=2, H=1, HV=2, K=16, V=40)
+FP8 = DecodePolicy(state=QuantSpec.fp8(block_v=16))
+
+
+def operands(gate, T):
+    x = make_inputs(0, gate=gate, T=T, **SIZES)
+    return {name: jnp.asarray(a) for name, a in x.items() if name != "initial_state"}, jnp.asarray(x["initial_state"])
+
+
+def launches(jaxpr):
+    """Kernel launches of a jaxpr by name, loops counted once."""
+    counts = collections.Counter()
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "triton_kernel_call":
+            counts[str(equation.params["name"] or equation.params["kernel"])] += 1
+        for value in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                counts += launches(inner)
+    return counts
+
+
+@pytest.mark.parametrize(("gate", "T", "policy"), [("gdn", 70, FP8), ("kda", 3, DecodePolicy())], ids=["gdn", "kda"])
+def test_a_gradient_launches_a_forward_and_runs_segments_again(gate, T, policy):
+    x, state = operands(gate, T)
+
+    def loss(x, state):
+        o, carry = jlaqat.delta_rule_decode(**x, state=state, quant=policy)
+        return o.sum() + carry.values.astype(jnp.float32).sum()
+
+    with jlaqat.compile_for(90):
+        forward = launches(jax.make_jaxpr(loss)(x, state).jaxpr)
+        both = launches(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(x, state).jaxpr)
+        shapes = jax.eval_shape(jax.grad(loss, argnums=(0, 1)), x, state)
+    assert forward == {"recurrent_forward_kernel": 1}
+    assert both["recurrent_forward_kernel"] == 2 and both["recurrent_backward_kernel"] == 1
+    assert jax.tree.map(lambda a: (a.shape, a.dtype), shapes) == jax.tree.map(lambda a: (a.shape, a.dtype), (x, state))
+
+
+def test_a_step_is_one_launch_and_keeps_codes():
+    x, state = operands("gdn", 1)
+    with jlaqat.compile_for(90):
+        row = [a[:, 0] for a in x.values()]
+        carry = jax.eval_shape(lambda s: jlaqat.delta_rule_decode(**x, state=s, quant=FP8)[1], state)
+        jaxpr = jax.make_jaxpr(lambda c, *row: jlaqat.delta_rule_step(*row, c, quant=FP8))(carry, *row)
+    assert launches(jaxpr.jaxpr) == {"recurrent_forward_kernel": 1}
+    assert carry.values.dtype == jnp.float8_e4m3fn and carry.scale.shape == (2, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("policy", "more", "words"),
+    [
+        (DecodePolicy.preset("serving"), {}, "mode='token'"),
+        (DecodePolicy(state=QuantSpec.fp8(), error_feedback=True), {}, "error feedback"),
+        (DecodePolicy(state=QuantSpec.fp8(), quantize_initial=False), {}, "quantize_initial=True"),
+        (DecodePolicy(state=QuantSpec.int8(rounding="stochastic")), {}, "to nearest"),
+        (DecodePolicy(state=QuantSpec.nvfp4()), {}, "rounded state|nvfp4"),
+        (FP8, {"lengths": jnp.array([3, 2])}, "start and end together"),
+    ],
+)
+def test_what_the_kernels_refuse(policy, more, words):
+    x, state = operands("gdn", 3)
+    with jlaqat.compile_for(90), pytest.raises(NotImplementedError, match=words):
+        jlaqat.delta_rule_decode(**x, state=state, quant=policy, backend="triton", **more)
+
+
+def test_without_a_gpu_the_reason_is_named():
+    if jax.default_backend() == "gpu":
+        pytest.skip("there is a GPU")
+    x, state = operands("gdn", 3)
+    with pytest.raises(NotImplementedError, match="needs an NVIDIA GPU.*backend='xla'"):
+        jlaqat.delta_rule_decode(**x, state=state, quant=FP8, backend="triton")
+
+
+def test_a_common_prefix_leaves_the_rest_to_the_kernels():
+    x, state = operands("gdn", 70)
+
+    def call(x):
+        return jlaqat.delta_rule_decode(**x, state=state, quant=FP8, prefix_lengths=64)
+
+    with jlaqat.compile_for(90):
+        counts = launches(jax.make_jaxpr(call)(x).jaxpr)
+    assert counts["recurrent_forward_kernel"] == 1 and counts["chunk_state_forward_kernel"] >= 1
