@@ -201,6 +201,7 @@ def _same_shards(*arrays: Array | None) -> list[Any]:
 def _on_shards(run: Any, inputs: Inputs, cu_seqlens: Array | None, arrays: QuantArrays) -> tuple[Array, Array]:
     """`run`, on shards of batch and heads where the types of a mesh of explicit axes ask for that."""
     row = "b" if cu_seqlens is None else "packed"
+    cu_seqlens = None if cu_seqlens is None else jnp.asarray(cu_seqlens)
     head = "h" if inputs.v.shape[2] == inputs.k.shape[2] else "hv"
     value, state = f"{row} token {head}", f"{row} {head} key value"
     query, gate = f"{row} token h key", value if inputs.g.ndim == 3 else f"{value} key"

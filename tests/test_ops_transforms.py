@@ -206,3 +206,38 @@ def test_runs_are_bit_equal():
     run = jax.jit(value_and_gradients)
     for _ in range(5):
         assert_same(run(x), first)
+
+
+@pytest.mark.parametrize("gate", ["gdn", pytest.param("kda", marks=pytest.mark.slow)])
+def test_packed_heads_on_several_devices_communicate_nothing(gate):
+    """Packed sequences: heads are what can be cut."""
+    x = make_inputs(3, gate=gate, T=70, H=2, HV=4, K=8, V=8, num_sequences=3)
+    specs = {name: P(None, None, "h") for name in x} | {"initial_state": P(None, "h")}
+    two = jax.make_mesh((2,), ("h",), axis_types=(jax.sharding.AxisType.Auto,))
+    placed = {name: jax.device_put(a, NamedSharding(two, specs[name])) for name, a in x.items()}
+    cu = np.array([0, 3, 66, 70], np.int32)
+    run = jax.jit(functools.partial(value_and_gradients, cu_seqlens=cu))
+    compiled = jax.jit(lambda x: value_and_gradients(x, cu_seqlens=cu)[1]).lower(placed).compile()
+    assert not [op for op in ("all-gather", "all-to-all", "collective-permute") if op in compiled.as_text()]
+    for name, d in compiled(placed).items():
+        assert_close(d, run(x)[1][name], 1e-6)
+
+
+@pytest.mark.parametrize("gate", ["gdn", pytest.param("kda", marks=pytest.mark.slow)])
+def test_explicit_mesh_is_a_shard_map(gate):
+    """Where the types say how operands are cut: the whole's bits, stochastic ones included, and no communication."""
+    x, _ = plain(gate)
+    wanted = jax.jit(functools.partial(value_and_gradients, quant=STOCHASTIC))(x)
+    explicit = jax.make_mesh((4, 2), ("b", "h"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+
+    def run(x):
+        (_, results), gradients = value_and_gradients(x, quant=STOCHASTIC)
+        return results, gradients
+
+    with jax.set_mesh(explicit):
+        placed = {name: jax.device_put(a, SHARDED[name]) for name, a in x.items()}
+        compiled = jax.jit(run).lower(placed).compile()
+        got = compiled(placed)
+    assert not [op for op in ("all-gather", "all-reduce", "all-to-all") if op in compiled.as_text()]
+    assert_same(got, (wanted[0][1], wanted[1]))
+    assert got[0][0].sharding.spec[:3] == ("b", None, "h")
