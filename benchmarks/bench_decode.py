@@ -1,0 +1,196 @@
+"""Times decoding with a rounded state on one GPU: a step, and training over a suffix of 512 tokens.
+
+    python3 benchmarks/bench_decode.py --out benchmarks/results/decode_h200.json
+
+Steps (B128 H32 K=V=128, bfloat16 tokens, one token a sequence) are replayed from a CUDA graph of 20, per step, so that
+no launch overhead is in them; FLA's fused recurrent kernels likewise. A graph of two buffers that swap roles touches
+states of more than a cache's size, as a model of many layers does. Training (B8 H16 T512) runs through JAX, 10 calls
+queued, per call: forward, and forward + backward, of the kernels and of the xla backend.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import statistics
+import time
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import torch
+
+from jlaqat import DecodePolicy, QuantSpec
+from jlaqat.kernels import recurrent_pipeline as pipeline
+from jlaqat.kernels.recurrent_pipeline import State, Tokens
+from jlaqat.torch_bridge.run import torch_run
+
+SPECS = {
+    "float32": None,
+    "float16": QuantSpec.float16(),
+    "e4m3 tile 64": QuantSpec.fp8(),
+    "e4m3 tile 32": QuantSpec.fp8(block_v=32),
+    "int8 key_row": QuantSpec.int8(granularity="key_row"),
+    "e4m3 value_row": QuantSpec.fp8(granularity="value_row"),
+}
+STEPS = 20
+
+
+def milliseconds(call, repeats: int = 7) -> float:
+    """Median of replays of a CUDA graph of `STEPS` calls, per call."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(STEPS):
+            call()
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / STEPS)
+    return statistics.median(times)
+
+
+def tokens(b: int, t: int, h: int, d: int, kda: bool) -> Tokens:
+    gen = torch.Generator(device="cuda").manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=gen, device="cuda")
+
+    q, k = (torch.nn.functional.normalize(normal(b, t, h, d), dim=-1).bfloat16() for _ in range(2))
+    g = -0.05 * (normal(b, t, h, d) if kda else normal(b, t, h)).abs()
+    return Tokens(q, k, normal(b, t, h, d).bfloat16(), g, normal(b, t, h).sigmoid().bfloat16())
+
+
+def kept_states(spec: QuantSpec | None, n: int, h: int, d: int) -> State:
+    """Random codes and scales (or values) of states."""
+    if spec is None or spec.format in ("bfloat16", "float16"):
+        dtype = torch.float32 if spec is None else getattr(torch, spec.format)
+        return State(torch.randn(n, h, d, d, device="cuda").to(dtype), None)
+    values = torch.randint(0, 120, (n, h, d, d), device="cuda", dtype=torch.uint8)
+    groups = {"key_row": (d, d // 32), "value_row": (d,)}.get(str(spec.granularity), (d // spec.block_v,))
+    return State(values, torch.full((n, h, *groups), 0.01, device="cuda"))
+
+
+def kernel_rows(what: str, b: int, t: int, h: int, d: int):
+    """The forward kernel alone, with the best warps and width, and FLA's."""
+    for gate in ("gdn", "kda"):
+        x = tokens(b, t, h, d, gate == "kda")
+        for name, spec in SPECS.items():
+            state, timed = kept_states(spec, b, h, d), []
+            for warps in (1, 2, 4, 8):
+                for width in (16, 32, 64) if spec is None or spec.format == "float16" else (32,):
+                    options = pipeline.Options(scale=d**-0.5, state=spec, hardware_fp8=True, width=width, warps=warps)
+
+                    def call(x=x, state=state, options=options):
+                        return pipeline.forward(torch_run, x, state, options)
+
+                    timed.append((milliseconds(call, 5), warps, width))
+            ms, warps, width = min(timed)
+            default = next(ms for ms, warps, width in timed if (warps, width) == (4, 32))
+            yield dict(what=what, gate=gate, state=name, ms=ms, warps=warps, width=width, ms_default=default)
+        yield dict(what=what, gate=gate, state="FLA float32") | fla_row(x, b, h, d, gate == "kda")
+
+
+def step_rows(quick: bool):
+    yield from kernel_rows("step", *((4, 1, 2, 64) if quick else (128, 1, 32, 128)))
+
+
+def forward_rows(quick: bool):
+    yield from kernel_rows("512 tokens", *((1, 64, 2, 64) if quick else (8, 512, 16, 128)))
+
+
+def fla_row(x: Tokens, b: int, h: int, d: int, kda: bool) -> dict:
+    try:
+        if kda:
+            from fla.ops.kda import fused_recurrent_kda as op
+        else:
+            from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule as op
+        state = torch.randn(b, h, d, d, device="cuda")
+
+        def call():
+            with torch.no_grad():
+                return op(*x[:3], x.g, x.beta, initial_state=state, output_final_state=True)
+
+        return {"ms": milliseconds(call)}
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error!s:.200}"}
+
+
+def training_rows(quick: bool):
+    import jax
+    import jax.numpy as jnp
+
+    import jlaqat
+
+    b, t, h, d = (1, 64, 2, 64) if quick else (8, 512, 16, 128)
+    for gate in ("gdn", "kda"):
+        x = tokens(b, t, h, d, gate == "kda")
+        x = [jnp.asarray(a.float().cpu().numpy()) for a in x]
+        x = [a.astype(jnp.bfloat16) if i != 3 else a for i, a in enumerate(x)]
+        for name in ("e4m3 tile 64", "int8 key_row"):
+            policy = DecodePolicy(state=SPECS[name])
+            for backend in ("triton", "xla"):
+
+                def forward(*x, policy=policy, backend=backend):
+                    return jlaqat.delta_rule_decode(*x, quant=policy, backend=backend)[0]
+
+                def both(*x, forward=forward):
+                    return jax.grad(lambda *x: forward(*x).astype(jnp.float32).sum(), argnums=range(5))(*x)
+
+                for label, function in (("forward", forward), ("forward + backward", both)):
+                    began = time.perf_counter()
+                    compiled = jax.jit(function).lower(*x).compile()
+                    compile_s = time.perf_counter() - began
+                    jax.block_until_ready(compiled(*x))
+                    count, times = 10 if backend == "triton" else 2, []
+                    for _ in range(5 if backend == "triton" else 3):
+                        start = time.perf_counter()
+                        for _ in range(count):
+                            out = compiled(*x)
+                        jax.block_until_ready(out)
+                        times.append((time.perf_counter() - start) / count * 1e3)
+                    yield dict(
+                        what=f"training, {label}",
+                        gate=gate,
+                        state=name,
+                        backend=backend,
+                        ms=statistics.median(times),
+                        compile_s=compile_s,
+                        temporary_mb=compiled.memory_analysis().temp_size_in_bytes / 1e6,
+                    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see whether everything runs")
+    parser.add_argument("--parts", default="step,forward,training")
+    args = parser.parse_args()
+    import triton
+
+    about = {
+        "machine": torch.cuda.get_device_name(),
+        "date": str(datetime.date.today()),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+    }
+    parts = {"step": step_rows, "forward": forward_rows, "training": training_rows}
+    found = []
+    for part in args.parts.split(","):
+        for row in parts[part](args.quick):
+            print(*(f"{k}={round(v, 4) if isinstance(v, float) else v}" for k, v in row.items()), flush=True)
+            found.append(row | about)
+            with open(args.out, "w") as f:  # after each row: a run that is cut short keeps what it measured
+                json.dump(found, f, indent=1)
+
+
+if __name__ == "__main__":
+    main()
