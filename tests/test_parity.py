@@ -19,7 +19,7 @@ from jlaqat.parity_files import Case, as_bits, read_arrays, read_case, write_arr
 from jlaqat.parity_report import parse_shape
 from jlaqat.spec import QuantSpec
 
-TINY = ParityConfig(lengths=(0, 5, 66), heads=1, value_heads=2, key_dim=16)
+TINY = ParityConfig(lengths=(0, 3, 66), heads=1, value_heads=2, key_dim=16)
 RESULTS = ["o", "final_state", *(f"d{name}" for name in OPERANDS)]
 
 
