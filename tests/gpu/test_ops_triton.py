@@ -14,6 +14,7 @@ from flax import nnx
 
 import jlaqat
 from jlaqat import backends, reference
+from jlaqat.naming import named_leaves
 from jlaqat.rounding import fake_quantize
 from jlaqat.spec import DeltaQuant, QuantSpec
 from jlaqat.testing import assert_close, error_ratio, make_inputs
@@ -352,10 +353,13 @@ def test_layers(layer, recipe):
         (_, y), gradients = jax.value_and_grad(loss, has_aux=True)(params, x)
         return y, gradients
 
-    got, wanted = run("triton"), run("xla")
-    assert_close(got[0], wanted[0], 0.04 if recipe else 0.01)
-    for a, b in zip(jax.tree.leaves(got[1]), jax.tree.leaves(wanted[1]), strict=True):
-        assert_close(a, b, 0.08 if recipe else 0.03)
+    (y, gradients), (wanted, wanted_gradients) = run("triton"), run("xla")
+    assert_close(y, wanted, 0.04 if recipe else 0.01)
+    exact = named_leaves(wanted_gradients)
+    for name, d in named_leaves(gradients).items():
+        # Parameters of the gates sum small differences over all tokens.
+        bound = 0.05 if name.split(".")[0] in ("A_log", "dt_bias", "a_proj", "b_proj", "f_proj") else 0.03
+        assert_close(d, exact[name], 3 * bound if recipe else bound, name)
 
 
 def test_a_training_run_follows_the_xla_backend_s():
