@@ -16,6 +16,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jlaqat.blocks import RMSNorm, SequenceModule, ShortConvolution, TokenLayout, l2_normalize, linear
+from jlaqat.checks import check_backend
 from jlaqat.decode import delta_rule_step, fresh_carry
 from jlaqat.decode_carry import DecodeCarry
 from jlaqat.decode_policy import DecodePolicy
@@ -106,6 +107,7 @@ class _DeltaLayer(SequenceModule):
                 f"head_dim={head_dim} × expand_v={expand_v} = {value_dim:g} is no positive whole number; "
                 f"change expand_v."
             )
+        check_backend(backend)
         self.hidden_size = hidden_size
         self.num_heads, self.num_v_heads = num_heads, num_v_heads
         self.head_k_dim, self.head_v_dim = head_dim, round(value_dim)

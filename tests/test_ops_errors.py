@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jlaqat
@@ -104,6 +105,12 @@ def test_backends_that_cannot_serve():
         jax.jit(lambda x, cu: jlaqat.delta_rule(**x, cu_seqlens=cu, backend="reference"))(ONE, np.array([0, 2, 5]))
     with pytest.raises(NotImplementedError, match="gathers no statistics"):
         jlaqat.delta_rule_observe(**X, backend="reference")
+
+
+def test_a_layer_refuses_an_unknown_backend_when_it_is_made():
+    config = jlaqat.ModelConfig(vocab_size=8, hidden_size=8, num_layers=1, num_heads=1, head_dim=8, backend="trition")
+    with pytest.raises(ValueError, match="backend='trition' is unknown; choose one of .*'triton'"):
+        jlaqat.DecoderLM(config, rngs=nnx.Rngs(0))
 
 
 def test_auto_says_once_what_it_chose(caplog):
