@@ -2,16 +2,17 @@
 
     python3 benchmarks/bench_decode.py --out benchmarks/results/decode_h200.json
 
-Steps (B128 H32 K=V=128, bfloat16 tokens, one token a sequence) are replayed from a CUDA graph of 20, per step, so that
-no launch overhead is in them; FLA's fused recurrent kernels likewise. A graph of two buffers that swap roles touches
-states of more than a cache's size, as a model of many layers does. Training (B8 H16 T512) runs through JAX, 10 calls
-queued, per call: forward, and forward + backward, of the kernels and of the xla backend.
+Steps (B128 H32 K=V=128, bfloat16 tokens, one token a sequence) and the forward over 512 tokens (B8 H16) are replayed
+from a CUDA graph of 20 calls, per call, so that no launch overhead is in them; FLA's fused recurrent kernels likewise.
+States are larger than the caches. Training (B8 H16 T512) runs through JAX, 10 calls queued (2 of the xla backend), per
+call: forward, and forward + backward.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import json
 import os
 import statistics
@@ -79,8 +80,8 @@ def kept_states(spec: QuantSpec | None, n: int, h: int, d: int) -> State:
     return State(values, torch.full((n, h, *groups), 0.01, device="cuda"))
 
 
-def kernel_rows(what: str, b: int, t: int, h: int, d: int):
-    """The forward kernel alone, with the best warps and width, and FLA's."""
+def kernel_rows(what: str, b: int, t: int, h: int, d: int, backward: bool = False):
+    """One kernel alone, with the best warps and width; and FLA's forward."""
     for gate in ("gdn", "kda"):
         x = tokens(b, t, h, d, gate == "kda")
         for name, spec in SPECS.items():
@@ -89,14 +90,18 @@ def kernel_rows(what: str, b: int, t: int, h: int, d: int):
                 for width in (16, 32, 64) if spec is None or spec.format == "float16" else (32,):
                     options = pipeline.Options(scale=d**-0.5, state=spec, hardware_fp8=True, width=width, warps=warps)
 
-                    def call(x=x, state=state, options=options):
-                        return pipeline.forward(torch_run, x, state, options)
-
+                    call = functools.partial(pipeline.forward, torch_run, x, state, options)
+                    if backward:
+                        saved = pipeline.forward(torch_run, x, state, options, stride=1).saved
+                        do, ds = torch.randn_like(x.v), torch.randn(b, h, d, d, device="cuda")
+                        call = functools.partial(pipeline.backward, torch_run, x, state, saved, do, ds, options)
                     timed.append((milliseconds(call, 5), warps, width))
             ms, warps, width = min(timed)
             default = next(ms for ms, warps, width in timed if (warps, width) == (4, 32))
             yield dict(what=what, gate=gate, state=name, ms=ms, warps=warps, width=width, ms_default=default)
-        yield dict(what=what, gate=gate, state="FLA float32") | fla_row(x, b, h, d, gate == "kda")
+            print("   ", *(f"{ms:.4f}@{warps}w{width}" for ms, warps, width in timed), flush=True)
+        if not backward:
+            yield dict(what=what, gate=gate, state="FLA float32") | fla_row(x, b, h, d, gate == "kda")
 
 
 def step_rows(quick: bool):
@@ -105,6 +110,7 @@ def step_rows(quick: bool):
 
 def forward_rows(quick: bool):
     yield from kernel_rows("512 tokens", *((1, 64, 2, 64) if quick else (8, 512, 16, 128)))
+    yield from kernel_rows("backward of 64 tokens", *((1, 64, 2, 64) if quick else (8, 64, 16, 128)), backward=True)
 
 
 def fla_row(x: Tokens, b: int, h: int, d: int, kda: bool) -> dict:

@@ -116,8 +116,33 @@ def load_rounded(
 
 
 @triton.jit
-def load_vector(p, o, size: tl.constexpr):
-    return tl.load(p + o, mask=o < size, other=0.0).to(tl.float32)
+def load_token(
+    p_q,
+    p_k,
+    p_v,
+    p_g,
+    p_beta,
+    row,  # int64, the token's row in [rows, heads, ...]
+    i_h,
+    i_hv,
+    o_k,
+    o_v,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    IS_KDA: tl.constexpr,
+):
+    """(q, k, v, g, beta) of a token as they lie in memory. Loaded one token ahead: memory takes longer than a token."""
+    b_q = tl.load(p_q + (row * H + i_h) * K + o_k, mask=o_k < K, other=0.0)
+    b_k = tl.load(p_k + (row * H + i_h) * K + o_k, mask=o_k < K, other=0.0)
+    b_v = tl.load(p_v + (row * HV + i_hv) * V + o_v, mask=o_v < V, other=0.0)
+    beta = tl.load(p_beta + row * HV + i_hv)
+    if IS_KDA:
+        b_g = tl.load(p_g + (row * HV + i_hv) * K + o_k, mask=o_k < K, other=0.0)
+    else:
+        b_g = tl.load(p_g + row * HV + i_hv)
+    return b_q, b_k, b_v, b_g, beta
 
 
 @triton.jit
@@ -163,16 +188,20 @@ def recurrent_forward_kernel(
     entering = (i_n * IN_SLOTS + IN_SLOT) * HV + i_hv
     b_s = load_rounded(p_values, p_scale, entering, i_v, K, V, BK, BV, FORMAT, GRANULARITY, HARDWARE_FP8)
     row = i_n * T
+    q, k, v, g, beta = load_token(p_q, p_k, p_v, p_g, p_beta, row, i_h, i_hv, o_k, o_v, H, HV, K, V, IS_KDA)
     for t in range(T):
-        b_q = load_vector(p_q + (row * H + i_h) * K, o_k, K) * scale
-        b_k = load_vector(p_k + (row * H + i_h) * K, o_k, K)
-        b_v = load_vector(p_v + (row * HV + i_hv) * V, o_v, V)
-        beta = tl.load(p_beta + row * HV + i_hv).to(tl.float32)
+        b_q = q.to(tl.float32) * scale
+        b_k = k.to(tl.float32)
+        b_v = v.to(tl.float32)
+        b_beta = beta.to(tl.float32)
+        b_decay = tl.exp(g.to(tl.float32))
+        ahead = row + tl.minimum(T - 1 - t, 1)
+        q, k, v, g, beta = load_token(p_q, p_k, p_v, p_g, p_beta, ahead, i_h, i_hv, o_k, o_v, H, HV, K, V, IS_KDA)
         if IS_KDA:
-            b_s = b_s * tl.exp(load_vector(p_g + (row * HV + i_hv) * K, o_k, K))[:, None]
+            b_s = b_s * b_decay[:, None]
         else:
-            b_s = b_s * tl.exp(tl.load(p_g + row * HV + i_hv).to(tl.float32))
-        b_r = beta * (b_v - tl.sum(b_s * b_k[:, None], axis=0))
+            b_s = b_s * b_decay
+        b_r = b_beta * (b_v - tl.sum(b_s * b_k[:, None], axis=0))
         b_s = tl.fma(b_k[:, None], tl.broadcast_to(b_r[None, :], [BK, BV]), b_s)
         if not READ_STORED:
             b_o = tl.sum(b_s * b_q[:, None], axis=0)
@@ -251,27 +280,30 @@ def recurrent_backward_kernel(
     if READ_STORED:
         last = (i_n * T + T - 1) * HV + i_hv
         b_read = load_rounded(p_saved, p_saved_scale, last, i_v, K, V, BK, BV, FORMAT, GRANULARITY, HARDWARE_FP8)
+    row = i_n * T + T - 1
+    q, k, v, g, beta = load_token(p_q, p_k, p_v, p_g, p_beta, row, i_h, i_hv, o_k, o_v, H, HV, K, V, IS_KDA)
+    do = tl.load(p_do + (row * HV + i_hv) * V + o_v, mask=o_v < V, other=0.0)
     for back in range(T):
-        t = T - 1 - back
-        row = i_n * T + t
-        if t > 0:
+        if back < T - 1:
             before = (row - 1) * HV + i_hv
             b_s = load_rounded(p_saved, p_saved_scale, before, i_v, K, V, BK, BV, FORMAT, GRANULARITY, HARDWARE_FP8)
         else:
             entering = (i_n * IN_SLOTS + IN_SLOT) * HV + i_hv
             b_s = load_rounded(p_values, p_scale, entering, i_v, K, V, BK, BV, FORMAT, GRANULARITY, HARDWARE_FP8)
-        b_q = load_vector(p_q + (row * H + i_h) * K, o_k, K) * scale
-        b_k = load_vector(p_k + (row * H + i_h) * K, o_k, K)
-        b_v = load_vector(p_v + (row * HV + i_hv) * V, o_v, V)
-        b_do = load_vector(p_do + (row * HV + i_hv) * V, o_v, V)
-        beta = tl.load(p_beta + row * HV + i_hv).to(tl.float32)
+        b_q = q.to(tl.float32) * scale
+        b_k = k.to(tl.float32)
+        b_v = v.to(tl.float32)
+        b_do = do.to(tl.float32)
+        b_beta = beta.to(tl.float32)
+        b_decay = tl.exp(g.to(tl.float32))
         if IS_KDA:
-            b_decay = tl.exp(load_vector(p_g + (row * HV + i_hv) * K, o_k, K))[:, None]
-        else:
-            b_decay = tl.exp(tl.load(p_g + row * HV + i_hv).to(tl.float32))
+            b_decay = b_decay[:, None]
+        ahead = row - tl.minimum(T - 1 - back, 1)
+        q, k, v, g, beta = load_token(p_q, p_k, p_v, p_g, p_beta, ahead, i_h, i_hv, o_k, o_v, H, HV, K, V, IS_KDA)
+        do = tl.load(p_do + (ahead * HV + i_hv) * V + o_v, mask=o_v < V, other=0.0)
         b_r = b_s * b_decay  # the decayed state; the update is beta * error
         b_error = b_v - tl.sum(b_r * b_k[:, None], axis=0)
-        b_update = beta * b_error
+        b_update = b_beta * b_error
         if not READ_STORED:
             b_read = b_r + b_k[:, None] * b_update[None, :]
         parts = (row * (HV * PROGRAMS_V) + part) * K + o_k
@@ -280,7 +312,7 @@ def recurrent_backward_kernel(
             b_read = b_s
         b_dw = b_ds + b_q[:, None] * b_do[None, :]
         b_dupdate = tl.sum(b_dw * b_k[:, None], axis=0)
-        b_dv = beta * b_dupdate
+        b_dv = b_beta * b_dupdate
         tl.store(p_dv + (row * HV + i_hv) * V + o_v, b_dv, mask=o_v < V)
         tl.store(p_dbeta + row * (HV * PROGRAMS_V) + part, tl.sum(b_dupdate * b_error, axis=0))
         b_dk = tl.sum(b_dw * b_update[None, :] - b_r * b_dv[None, :], axis=1)
@@ -292,4 +324,5 @@ def recurrent_backward_kernel(
         else:
             tl.store(p_dg + row * (HV * PROGRAMS_V) + part, tl.sum(b_dg, axis=0))
         b_ds = b_dr * b_decay
+        row -= 1
     tl.store(p_ds_in + o_s, b_ds, mask=m_s)
