@@ -91,7 +91,7 @@ def _triton_version() -> tuple[int, int]:
 
 
 def _platform() -> str:
-    """ "'cpu'", or with the device's name where that says more."""
+    """JAX's platform in quotes, with the device's name where that says more."""
     kind = jax.devices()[0].device_kind
     return repr(jax.default_backend()) if jax.default_backend() == kind else f"{jax.default_backend()!r} ({kind})"
 
@@ -181,7 +181,7 @@ class _Target:
             num_warps=launch.num_warps,
             num_stages=launch.num_stages,
             compute_capability=self.capability if self.ahead_of_time else None,
-            backend_options={"enable_fp_fusion": launch.fp_fusion},
+            backend_options=launch.compiler_options,
             **inputs,
             **launch.constants,
         )

@@ -9,6 +9,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import types
 
 import jax
 import jax.extend
@@ -55,6 +56,16 @@ def test_why_not_names_what_stands_in_the_way():
     assert "float64" in str(why_not(shapes(dtype="float64"), FP8, compute_capability=90))
     stochastic = DeltaQuant(state=QuantSpec.fp8(rounding="stochastic"))
     assert "rounding='stochastic'" in str(why_not(shapes(), stochastic, compute_capability=90))
+
+
+@pytest.mark.parametrize(
+    ("device", "capability"),
+    [({"compute_capability": "9.0"}, 90), ({"compute_capability": "12.1"}, 121), ({"compute_capability": "gfx942"}, 0)]
+    + [({}, 0)],
+)
+def test_compute_capability_of_devices_nvidia_s_and_others(device, capability, monkeypatch):
+    monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace(**device)])
+    assert triton_backend.device_capability.__wrapped__() == capability
 
 
 def kernel_names(jaxpr) -> list[str]:
