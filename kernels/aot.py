@@ -87,7 +87,7 @@ class CompileRun:
                 signature[name] = "*" + _TYPES[dtype_name(array)]
                 attrs[(i,)] = [["tt.divisibility", 16]]
         source = ASTSource(launch.kernel, signature, constants, attrs)
-        options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": launch.fp_fusion}
+        options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, **launch.compiler_options}
         kernel = triton.compile(source, target=self.target, options=options)
         self.report.append(_describe(launch, kernel, self.target.arch))
         return outputs

@@ -32,6 +32,7 @@ class Launch:
     outputs: `Buffer`s by parameter name; the runner allocates them.
     constants: numbers, strings and flags by parameter name, constexpr or not.
     num_warps, num_stages: launch parameters of Triton's compiler. fp_fusion: it may contract a·b + c into one rounding.
+    max_registers: registers a thread at most, where more programs a multiprocessor are worth some spills.
 
     Raises TypeError where the names are not exactly the kernel's parameters: jax-triton takes a misspelt operand for a
     compile-time constant and reports, if anything, a count.
@@ -45,6 +46,7 @@ class Launch:
     num_warps: int = 4
     num_stages: int = 2
     fp_fusion: bool = True
+    max_registers: int | None = None
 
     def __post_init__(self) -> None:
         given = [*self.inputs, *self.outputs, *self.constants]
@@ -60,6 +62,12 @@ class Launch:
         # jax-triton returns outputs in the kernel's order.
         ordered = {name: self.outputs[name] for name in expected if name in self.outputs}
         object.__setattr__(self, "outputs", ordered)
+
+    @property
+    def compiler_options(self) -> dict[str, Any]:
+        """Options of Triton's compiler besides warps and stages."""
+        limit = {} if self.max_registers is None else {"maxnreg": self.max_registers}
+        return {"enable_fp_fusion": self.fp_fusion, **limit}
 
     @property
     def name(self) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jlaqat.kernels import chunk_output, chunk_state, chunks, intra_chunk
+from jlaqat.kernels import chunk_output, chunk_state, chunks, intra_chunk, pipeline_kda
 from jlaqat.kernels.call import Call, Gradients, Inputs, Options, Output, Residuals, power_of_two
 from jlaqat.kernels.launch import UNUSED, Buffer, Launch, Run, dtype_name
 from jlaqat.spec import CHUNK_SIZE
@@ -170,7 +170,7 @@ def forward(run: Run, inputs: Inputs, options: Options, *, with_residuals: bool 
     call = Call(run, inputs, options)
     b, t, _, hv, _, v = call.sizes
     p_chunks, p_sequences = _tables(call)
-    intra = _intra_forward(call, p_chunks, with_residuals)
+    intra = (pipeline_kda.intra_forward if call.is_kda else _intra_forward)(call, p_chunks, with_residuals)
     intra["p_gate"] = intra["p_decay"] if call.is_kda else intra["p_gsum"]
     split = call.tuning.split_output
     keep = with_residuals and options.save_states and call.state_format != "none"
@@ -237,6 +237,21 @@ def _recompute(call: Call, residuals: Residuals, p_chunks: Any, p_sequences: Any
         return out | {"p_v_new": out["p_u"], "p_h": residuals.h, "p_h_scale": residuals.h_scale}
     scan = _scan_forward(call, out, p_sequences, write_o=False, save_h=True, save_v=True)
     return out | {name: scan[name] for name in ("p_v_new", "p_h", "p_h_scale")}
+
+
+def _recompute_kda(call: Call, residuals: Residuals, p_chunks: Any, p_sequences: Any) -> dict[str, Any]:
+    """The same for KDA, and p_v_plain."""
+    h, h_scale = residuals.h, residuals.h_scale
+    out = pipeline_kda.recompute(call, residuals, h, h_scale, p_chunks)
+    out |= {"p_gate": out["p_decay"], "p_p": residuals.p}
+    if h is None:
+        scan = _scan_forward(call, out, p_sequences, write_o=False, save_h=True, save_v=True)
+        h, h_scale = scan["p_h"], scan["p_h_scale"]
+        if call.options.quant.w is None:
+            out |= {"p_v_new": scan["p_v_new"], "p_v_plain": scan["p_v_new"]}
+        else:
+            out |= pipeline_kda.recompute(call, residuals, h, h_scale, p_chunks)
+    return out | {"p_h": h, "p_h_scale": h_scale}
 
 
 def _scan_backward(call: Call, saved: dict[str, Any], do: Any, dfinal: Any, p_sequences: Any) -> dict[str, Any]:
@@ -374,10 +389,13 @@ def backward(run: Run, inputs: Inputs, residuals: Residuals, do: Any, dfinal: An
     call = Call(run, inputs, options)
     b, t, h, hv, k, v = call.sizes
     p_chunks, p_sequences = _tables(call)
-    saved = _recompute(call, residuals, p_chunks, p_sequences)
+    saved = (_recompute_kda if call.is_kda else _recompute)(call, residuals, p_chunks, p_sequences)
     scan = _scan_backward(call, saved, do, dfinal, p_sequences)
-    outer = _output_backward(call, saved, scan, do, p_chunks)
-    inner = _intra_backward(call, residuals, saved, scan, outer, p_chunks)
+    if call.is_kda:
+        inner = outer = pipeline_kda.chunk_backward(call, residuals, saved, scan, do, p_chunks)
+    else:
+        outer = _output_backward(call, saved, scan, do, p_chunks)
+        inner = _intra_backward(call, residuals, saved, scan, outer, p_chunks)
     return Gradients(
         q=_sum_groups(call, outer["p_dq"]).reshape(b, t, h, k),
         k=_sum_groups(call, inner["p_dk"]).reshape(b, t, h, k),

@@ -36,6 +36,11 @@ class Tuning(NamedTuple):
     output_backward: Knobs = Knobs(8, 1)
     intra_backward: Knobs = Knobs(8, 1)
     split_output: bool = False
+    kda_pairs: Knobs = Knobs(4, 1, bk=32)
+    kda_wy: Knobs = Knobs(4, 1, bv=128)
+    kda_recompute: Knobs = Knobs(4, 1, bv=128)
+    kda_scores: Knobs = Knobs(4, 1, bv=128)
+    kda_channels: Knobs = Knobs(4, 3, bk=32)
 
 
 def shape_class(programs: int) -> str:

@@ -77,7 +77,7 @@ def test_split_output_and_recomputed_states(kda, quant):
     check(pairs, torch.float32)
 
 
-@pytest.mark.parametrize("kda, g_mean", [(False, 0.0), (False, -30.0), (True, -30.0)])
+@pytest.mark.parametrize("kda, g_mean", [(False, 0.0), (False, -30.0), (True, -3.0), (True, -1e4)])
 def test_decay_from_none_to_all(kda, g_mean):
     """No decay, and decay that underflows within a token: nothing may overflow on the way."""
     inputs = inputs_of(kda=kda, t=75, dv=16, g_mean=g_mean, beta_max=2.0)

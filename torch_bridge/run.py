@@ -24,11 +24,7 @@ def torch_run(launch: Launch, *, poison: bool = False) -> dict[str, torch.Tensor
         outputs[name] = torch.empty(buffer.shape, dtype=getattr(torch, buffer.dtype), device=first.device)
         if poison:
             outputs[name].view(torch.uint8).fill_(POISON_BYTE)
-    options = {
-        "num_warps": launch.num_warps,
-        "num_stages": launch.num_stages,
-        "enable_fp_fusion": launch.fp_fusion,
-    }
+    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, **launch.compiler_options}
     if triton.knobs.runtime.interpret:  # which has no compiler to take options
         options = {}
     if launch.grid:
