@@ -3,7 +3,8 @@
     JAX_PLATFORMS=cuda python3 -m pytest tests/gpu -n 8        # pytest-xdist; most of the time goes into compiling
     SHARD=0/8 JAX_PLATFORMS=cuda python3 -m pytest tests/gpu   # without it: every eighth test, in a process of its own
 
-Processes share the GPU, so JAX takes memory as it needs it. References run on the CPU, beside the GPU that is tested.
+Processes share the GPU, so JAX takes memory as it needs it. References run on the CPU, beside the GPU that is tested, and
+XLA does not tune products: what is compared with costs less to compile, and the kernels are none of XLA's.
 """
 
 import os
@@ -11,6 +12,7 @@ import pathlib
 import sys
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0"
 if os.environ.get("JAX_PLATFORMS") in (None, "", "cuda"):
     os.environ["JAX_PLATFORMS"] = "cuda,cpu"
 
