@@ -3,8 +3,8 @@
     JAX_PLATFORMS=cuda python3 -m pytest tests/gpu -n 8        # pytest-xdist; most of the time goes into compiling
     SHARD=0/8 JAX_PLATFORMS=cuda python3 -m pytest tests/gpu   # without it: every eighth test, in a process of its own
 
-Processes share the GPU, so JAX takes memory as it needs it. References run on the CPU, beside the GPU that is tested, and
-XLA does not tune products: what is compared with costs less to compile, and the kernels are none of XLA's.
+Processes share the GPU, so JAX takes memory as it needs it. References run on the CPU, and XLA does not tune products:
+what the kernels are compared with then costs less to compile.
 """
 
 import os
