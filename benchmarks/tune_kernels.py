@@ -37,6 +37,11 @@ CHOICES = {
     "reverse": [Knobs(4, 3), Knobs(4, 1), Knobs(8, 3), Knobs(4, 3, bv=16)],
     "output_backward": [Knobs(4, 2), Knobs(4, 1), Knobs(8, 1), Knobs(4, 1, 32, 64)],
     "intra_backward": [Knobs(4, 1), Knobs(4, 2, 64, 128), Knobs(8, 1), Knobs(4, 1, 32, 64)],
+    "kda_pairs": [Knobs(4, 2, 32), Knobs(4, 1, 32), Knobs(4, 1, 16), Knobs(4, 1)],
+    "kda_wy": [Knobs(4, 1, bv=128), Knobs(4, 1)],
+    "kda_recompute": [Knobs(4, 1, bv=128), Knobs(4, 2), Knobs(4, 1)],
+    "kda_scores": [Knobs(4, 1, bv=128), Knobs(4, 2), Knobs(4, 1)],
+    "kda_channels": [Knobs(4, 3, 32), Knobs(4, 2, 32), Knobs(4, 1, 32, 128), Knobs(4, 1, 32)],
 }
 
 
@@ -95,7 +100,7 @@ def compile_variant(job):
 
 def time_launch(launch, outputs, repeats=5):
     """Milliseconds, the best of a few replays of a CUDA graph with `repeats` launches."""
-    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": True}
+    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, **launch.compiler_options}
 
     def go():
         launch.kernel[(launch.grid,)](**launch.inputs, **outputs, **launch.constants, **options)
@@ -124,6 +129,11 @@ KERNELS = {  # kernel: its name in Tuning
     "chunk_state_backward": "reverse",
     "chunk_output_backward": "output_backward",
     "intra_chunk_backward": "intra_backward",
+    "kda_pairs": "kda_pairs",
+    "kda_wy": "kda_wy",
+    "kda_recompute": "kda_recompute",
+    "kda_scores_backward": "kda_scores",
+    "kda_channels_backward": "kda_channels",
 }
 
 
@@ -134,7 +144,7 @@ def best_tunings(rows: list[dict]) -> dict:
         b, t, h = map(int, row["shape"].split("x"))
         rounded = "plain" if row["quant"] == "plain" else "rounded"
         kernels = table.setdefault(row["gate"], {}).setdefault(rounded, {}).setdefault(shape_class(b * h * 2), {})
-        knobs = [row["warps"], row["stages"], row.get("BKI", row["BK"]), row["BV"]]
+        knobs = [row["warps"], row["stages"], row.get("BKI", row.get("BK", 64)), row.get("BV", 64)]
         if row["kernel"] in KERNELS and row.get("WRITE_O", True):
             kernels[KERNELS[row["kernel"]]] = knobs
     return table
@@ -192,7 +202,7 @@ def main(path: str) -> None:
     for key, group in groups.items():
         group.sort(key=lambda r: r["ms"])
         told = (
-            f"{r['ms']:.3f} ({r['warps']},{r['stages']},{r.get('BKI', r['BK'])},{r['BV']}"
+            f"{r['ms']:.3f} ({r['warps']},{r['stages']},{r.get('BKI', r.get('BK'))},{r.get('BV')}"
             + ("" if r.get("WRITE_O", True) else ",split")
             + ")"
             for r in group

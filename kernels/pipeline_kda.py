@@ -10,19 +10,27 @@ from jlaqat.kernels.launch import UNUSED, Buffer, Launch, dtype_name
 from jlaqat.spec import CHUNK_SIZE
 
 GATE_BLOCK = 64  # channels of a product that sums gates: the forward and the backward share it
-REGISTERS = {3: 168, 4: 128}  # a thread, for this many programs of 4 warps a multiprocessor
-MAX_REGISTERS: dict[str, int | None] = {  # as timed on an H200
-    "pairs": REGISTERS[3],
-    "wy": REGISTERS[3],
-    "recompute": None,
-    "scores": None,
-    "channels": None,
-}
+# Registers a thread at most, for inputs of 16 bits: 168 let three programs of 4 warps share a multiprocessor of SM80 to
+# SM100, which on an H200 was worth the spills in the kernels named here.
+MAX_REGISTERS: dict[str, int | None] = {"pairs": 168, "wy": 168}
 
 
 def _warps(base: int, width: int) -> int:
     """Twice the warps for twice the columns past 128."""
     return base * max(1, width // 128)
+
+
+def _most_registers(call: Call, kernel: str) -> int | None:
+    """None where more than 4 warps or wider numbers would only spill."""
+    narrow = call.dtype != "float32" and call.sizes[4] <= 128
+    return MAX_REGISTERS.get(kernel) if narrow else None
+
+
+def _channel_stages(call: Call, wanted: int, bk: int, bv: int) -> int:
+    """Pipeline stages: all but one hold rows of do, y and v' and blocks of two states in shared memory."""
+    size = 4 if call.dtype == "float32" else 2
+    loads, kept = (3 * CHUNK_SIZE + 2 * bk) * bv * size, 4 * CHUNK_SIZE * CHUNK_SIZE * size
+    return max(1, min(wanted, 1 + (call.options.shared_memory - kept) // loads))
 
 
 def intra_forward(call: Call, p_chunks: Any, save_x: bool) -> dict[str, Any]:
@@ -46,7 +54,7 @@ def intra_forward(call: Call, p_chunks: Any, save_x: bool) -> dict[str, Any]:
         },
         num_warps=knobs.warps,
         num_stages=knobs.stages,
-        max_registers=MAX_REGISTERS["pairs"],
+        max_registers=_most_registers(call, "pairs"),
     )
     out = call.run(pairs)
     knobs = call.tuning.kda_wy
@@ -77,7 +85,7 @@ def intra_forward(call: Call, p_chunks: Any, save_x: bool) -> dict[str, Any]:
         },
         num_warps=_warps(knobs.warps, bk),
         num_stages=knobs.stages,
-        max_registers=MAX_REGISTERS["wy"],
+        max_registers=_most_registers(call, "wy"),
     )
     return {"p_gsum": out["p_gsum"], "p_p": out["p_p"], **call.run(wy)}
 
@@ -128,7 +136,7 @@ def recompute(call: Call, residuals: Residuals, h: Any, h_scale: Any, p_chunks: 
         },
         num_warps=_warps(knobs.warps, bk),
         num_stages=knobs.stages,
-        max_registers=MAX_REGISTERS["recompute"],
+        max_registers=_most_registers(call, "recompute"),
     )
     out = call.run(launch)
     if known:
@@ -169,11 +177,11 @@ def chunk_backward(
         },
         num_warps=knobs.warps,
         num_stages=knobs.stages,
-        max_registers=MAX_REGISTERS["scores"],
+        max_registers=_most_registers(call, "scores"),
     )
     out = call.run(scores)
     knobs = call.tuning.kda_channels
-    bk = call.width(knobs.bk, k)
+    bk, bv = call.width(knobs.bk, k), call.width(knobs.bv, v)
     blocks = -(-k // bk)
     channels = Launch(
         kernel=chunk_backward_kda.kda_channels_backward_kernel,
@@ -204,11 +212,11 @@ def chunk_backward(
             **call.dims("STATE_FORMAT", "TILE_V", "HARDWARE_FP8", "PRECISION"),
             "ROWS": call.rows,
             "BK": bk,
-            "BV": call.width(knobs.bv, v),
+            "BV": bv,
         },
         num_warps=knobs.warps,
-        num_stages=knobs.stages,
-        max_registers=MAX_REGISTERS["channels"],
+        num_stages=_channel_stages(call, knobs.stages, bk, bv),
+        max_registers=_most_registers(call, "channels"),
     )
     out |= call.run(channels)
     dbeta = Launch(
