@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import functools
+import itertools
 import json
 import os
 import statistics
@@ -36,6 +37,7 @@ SPECS = {
     "e4m3 value_row": QuantSpec.fp8(granularity="value_row"),
 }
 STEPS = 20
+GATES = ["gdn", "kda"]
 
 
 def milliseconds(call, repeats: int = 7) -> float:
@@ -82,23 +84,24 @@ def kept_states(spec: QuantSpec | None, n: int, h: int, d: int) -> State:
 
 def kernel_rows(what: str, b: int, t: int, h: int, d: int, backward: bool = False):
     """One kernel alone, with the best warps and width; and FLA's forward."""
-    for gate in ("gdn", "kda"):
+    for gate in GATES:
         x = tokens(b, t, h, d, gate == "kda")
         for name, spec in SPECS.items():
             state, timed = kept_states(spec, b, h, d), []
-            for warps in (1, 2, 4, 8):
-                for width in (16, 32, 64) if spec is None or spec.format == "float16" else (32,):
-                    options = pipeline.Options(scale=d**-0.5, state=spec, hardware_fp8=True, width=width, warps=warps)
+            fixed = name.split()[1:2] in (["tile"], ["key_row"])
+            widths = (None,) if fixed else (16, 32, 64)
+            for warps, width in [(None, None), *itertools.product((1, 2, 4, 8), widths)]:
+                options = pipeline.Options(scale=d**-0.5, state=spec, hardware_fp8=True, width=width, warps=warps)
 
-                    call = functools.partial(pipeline.forward, torch_run, x, state, options)
-                    if backward:
-                        saved = pipeline.forward(torch_run, x, state, options, stride=1).saved
-                        do, ds = torch.randn_like(x.v), torch.randn(b, h, d, d, device="cuda")
-                        call = functools.partial(pipeline.backward, torch_run, x, state, saved, do, ds, options)
-                    timed.append((milliseconds(call, 5), warps, width))
-            ms, warps, width = min(timed)
-            default = next(ms for ms, warps, width in timed if (warps, width) == (4, 32))
-            yield dict(what=what, gate=gate, state=name, ms=ms, warps=warps, width=width, ms_default=default)
+                call = functools.partial(pipeline.forward, torch_run, x, state, options)
+                if backward:
+                    saved = pipeline.forward(torch_run, x, state, options, stride=1).saved
+                    do, ds = torch.randn_like(x.v), torch.randn(b, h, d, d, device="cuda")
+                    call = functools.partial(pipeline.backward, torch_run, x, state, saved, do, ds, options)
+                timed.append((milliseconds(call, 5), warps, width))
+            best, warps, width = min(timed, key=lambda row: row[0])
+            row = dict(what=what, gate=gate, state=name, ms=timed[0][0])
+            yield row | dict(ms_best=best, best_warps=warps, best_width=width)
             print("   ", *(f"{ms:.4f}@{warps}w{width}" for ms, warps, width in timed), flush=True)
         if not backward:
             yield dict(what=what, gate=gate, state="FLA float32") | fla_row(x, b, h, d, gate == "kda")
@@ -137,7 +140,7 @@ def training_rows(quick: bool):
     import jlaqat
 
     b, t, h, d = (1, 64, 2, 64) if quick else (8, 512, 16, 128)
-    for gate in ("gdn", "kda"):
+    for gate in GATES:
         x = tokens(b, t, h, d, gate == "kda")
         x = [jnp.asarray(a.float().cpu().numpy()) for a in x]
         x = [a.astype(jnp.bfloat16) if i != 3 else a for i, a in enumerate(x)]
@@ -179,7 +182,9 @@ def main() -> None:
     parser.add_argument("--out", required=True)
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see whether everything runs")
     parser.add_argument("--parts", default="step,forward,training")
+    parser.add_argument("--gates", default="gdn,kda")
     args = parser.parse_args()
+    GATES[:] = args.gates.split(",")
     import triton
 
     about = {

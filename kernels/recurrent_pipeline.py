@@ -63,15 +63,17 @@ class Options:
     scale: on q. state: how the state is rounded after every token, None for float32.
     read_stored: outputs read the state after its rounding, not before.
     hardware_fp8: use the E4M3 conversion of SM89 and newer; the arithmetic one gives the same bits.
-    width: columns of one program where the format leaves that open; warps: of a program.
+    width, warps: columns and warps of one program; None takes what was fastest (`benchmarks/bench_decode.py`). Tiles
+      and key rows leave no choice of width. Forward calls whose bits must agree need the same ones, as sums go over
+      other layouts otherwise.
     """
 
     scale: float
     state: QuantSpec | None = None
     read_stored: bool = False
     hardware_fp8: bool = False
-    width: int = 32
-    warps: int = 4
+    width: int | None = None
+    warps: int | None = None
 
     def __post_init__(self) -> None:
         if self.state is not None:
@@ -127,7 +129,18 @@ class _Call(NamedTuple):
         if self.granularity == "tile":
             assert spec is not None
             return spec.block_v
-        return KEY_ROW if self.granularity == "key_row" else min(self.options.width, power_of_two(v))
+        if self.granularity == "key_row":
+            return KEY_ROW
+        widths = {"float32": 64, "bfloat16": 32, "float16": 32}
+        return min(self.options.width or widths.get(self.format, 16), power_of_two(v))
+
+    def warps(self, states: int = 1) -> int:
+        """By the elements that a thread holds of the `states` tiles a program works on."""
+        if self.options.warps is not None:
+            return self.options.warps
+        narrow = self.granularity in ("tile", "value_row") and self.width <= 32
+        share = 128 if states == 1 and (narrow or self.format == "float32") else 64
+        return max(1, min(16, states * power_of_two(self.sizes[4]) * self.width // (32 * share)))
 
     @property
     def programs_v(self) -> int:
@@ -205,7 +218,7 @@ def forward(
             "SLOTS": slots,
             "STRIDE": stride if slots else NEVER,
         },
-        num_warps=options.warps,
+        num_warps=call.warps(),
         num_stages=1,
         fp_fusion=False,
     )
@@ -257,7 +270,7 @@ def backward(
             "p_ds_in": Buffer((n, hv, k, v), "float32"),
         },
         constants={**call.constants(), "IN_SLOTS": slot[0], "IN_SLOT": slot[1]},
-        num_warps=options.warps,
+        num_warps=call.warps(states=2),
         num_stages=1,
         fp_fusion=False,
     )
