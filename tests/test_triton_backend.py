@@ -314,6 +314,31 @@ def test_jit_with_sharded_operands_launches_on_shards(gate, packed, stand_in):
     assert got[1][0].sharding.spec == specs["v"]
 
 
+@pytest.mark.parametrize("kda", [False, True], ids=["gdn", "kda"])
+@pytest.mark.parametrize("quant", [DeltaQuant(), FP8], ids=["plain", "fp8"])
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+def test_what_the_kernels_keep_fits_the_rule(kda, quant, packed):
+    """The real pipeline, lowered for CUDA on 8 devices: Shardy takes the rule of either direction."""
+    inputs = shapes(B=1 if packed else 4, T=70, H=2, HV=4)
+    if kda:
+        inputs = inputs._replace(g=jax.ShapeDtypeStruct((*inputs.g.shape, 32), jnp.float32))
+    mesh = jax.make_mesh((4, 2), ("b", "h"), axis_types=(AxisType.Auto,) * 2)
+    b = None if packed else "b"
+    specs = Inputs(*[P(b, None, "h")] * 5, P(b, "h"))
+    placed = jax.tree.map(
+        lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)), inputs, specs
+    )
+    cu_seqlens = jnp.array([0, 70], jnp.int32) if packed else None
+
+    def run(inputs):
+        o, final_state = delta_rule_triton(inputs, cu_seqlens, quant, 0.2, compute_capability=90)
+        return jnp.sum(o.astype(jnp.float32) ** 2) + jnp.sum(final_state)
+
+    text = jax.jit(jax.grad(run)).trace(placed).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@CustomSPMDPartitioning") == 2
+    assert text.count("sdy.sharding_rule") == 2
+
+
 def test_rows_of_packed_tokens_stay_on_their_devices(stand_in):
     """Data parallelism over packed rows: a vmap over rows that lie on several devices."""
     x = make_inputs(1, B=4, T=70, H=2, HV=4, K=16, V=16)
