@@ -1,8 +1,7 @@
 """KDA inside one chunk: gate sums, A, its inverse X, P, w and u; and the backward's copy of what the forward dropped.
 
 One program holds one chunk of one value head. The maths is that of `intra_chunk` with a gate a key channel: pairs go
-through the levels of `pairs_kda`. A travels through memory, so that a level's products leave the registers as soon
-as they are complete.
+through the levels of `pairs_kda`. A travels through memory, from which the inverse takes blocks in the shapes it needs.
 """
 
 import triton
@@ -161,7 +160,7 @@ def add_block_products(
         b_row = tl.exp2(tl.minimum(b_g - b_anchor, 0.0))
     b_kr = (b_k * b_row).to(b_k.dtype)
     b_qr = (load_at(p_q, o_row, n_rows, row, i_h, i_k, H, K, BK) * b_row).to(b_k.dtype)
-    if BLOCKS == 1:
+    if BLOCKS == 1:  # a product without a batch shares its rows and columns among all warps
         b_kct = tl.trans(tl.reshape(b_kc, [M, BK]))
         b_a += tl.dot(tl.reshape(b_kr, [M, BK]), b_kct, input_precision=PRECISION)[None, :, :]
         b_p += tl.dot(tl.reshape(b_qr, [M, BK]), b_kct, input_precision=PRECISION)[None, :, :]
@@ -176,6 +175,7 @@ def add_block_products(
 def store_blocks(
     p_a, p_p, b_a, b_p, p_beta, scale, row, n_rows, i_hv, LEVEL: tl.constexpr, HV: tl.constexpr, BT: tl.constexpr
 ):
+    """A level's blocks to their places; level 0 with zeros above the diagonal of P."""
     BLOCKS: tl.constexpr = b_a.shape[0]
     M: tl.constexpr = b_a.shape[1]
     STEP: tl.constexpr = M if LEVEL == 0 else 2 * M
