@@ -34,6 +34,7 @@ from rich.table import Table
 
 import jlaqat
 
+BLOCK_S = 3.0
 RECIPES: dict[str, str | None] = {"plain": None, "state+w fp8": "state_w_fp8", "state fp8": "state_fp8"}
 
 
@@ -46,7 +47,7 @@ class Size:
     vocab: int = 32_000
     batch: int = 8
     tokens: int = 2048
-    queued: int = 8  # steps a block
+    queued: int = 8  # steps a block, fewer where they would take longer than BLOCK_S
     blocks: int = 3
 
 
@@ -85,15 +86,17 @@ def measure(size: Size, gate: str, quant: str, backend: str) -> dict[str, Any]:
     compile_s = time.perf_counter() - began
     losses = []
     for _ in range(2):
+        start = time.perf_counter()
         state, metrics = compiled(state, batch)
         losses.append(float(metrics["loss"]))
+    queued = min(size.queued, max(1, int(BLOCK_S / (time.perf_counter() - start))))
     times = []
     for _ in range(size.blocks):
         start = time.perf_counter()
-        for _ in range(size.queued):
+        for _ in range(queued):
             state, metrics = compiled(state, batch)
         losses.append(float(metrics["loss"]))  # waits for the block
-        times.append((time.perf_counter() - start) / size.queued)
+        times.append((time.perf_counter() - start) / queued)
     if not np.isfinite(losses).all():
         raise FloatingPointError(f"losses {losses}")
     memory, stats = compiled.memory_analysis(), jax.devices()[0].memory_stats() or {}
@@ -102,6 +105,7 @@ def measure(size: Size, gate: str, quant: str, backend: str) -> dict[str, Any]:
         "tokens_per_s": round(per_step / statistics.median(times)),
         "tokens_per_s_min": round(per_step / max(times)),
         "tokens_per_s_max": round(per_step / min(times)),
+        "steps": size.blocks * queued,
         "ms": round(1e3 * statistics.median(times), 2),
         "compile_s": round(compile_s, 1),
         "lower_s": round(lowered_s, 1),
