@@ -21,6 +21,7 @@ from jlaqat.decode_carry import Memory, Ring, round_updates, write
 from jlaqat.decode_policy import DecodePolicy
 from jlaqat.packing import Layout, States, from_chunks, make_layout, to_chunks
 from jlaqat.pairs import matmul, per_key_head, per_value_head, product
+from jlaqat.recurrent import token_backward
 from jlaqat.shards import vary_over, varying_axes
 from jlaqat.sites import Place
 from jlaqat.spec import QuantArrays
@@ -224,21 +225,11 @@ def _run_segment(memory: Memory, rows: Rows, schedule: Schedule, policy: DecodeP
 def _segment_backward(dS: Array, do: Array, rows: Rows, passed: Passed, schedule: Schedule) -> tuple[Array, Rows]:
     """The cotangent of the state entering the segment, and those of its rows."""
 
-    def step(dS_next: Array, part):
+    def step(dS: Array, part):
         (q, k, _, g, beta), (S, error, r, read), do, active = part
-        decay = jnp.exp(g)
-        R = decay[..., None] * S
-        dW = dS_next + q[..., None] * do[..., None, :]
-        dq = (read * do[..., None, :]).sum(-1)
-        dr = (dW * k[..., None]).sum(-2)
-        dv = beta * dr
-        dk = (dW * r[..., None, :] - R * dv[..., None, :]).sum(-1)
-        dR = dW - k[..., None] * dv[..., None, :]
-        dg = (R * dR).sum(-1)
-        dg = dg.sum(-1, keepdims=True) if g.shape[-1] == 1 else dg
-        gradients = Rows(dq, dk, dv, dg, (dr * error).sum(-1, keepdims=True))
+        before, gradients = token_backward(dS, do, q, k, jnp.exp(g), beta, S, error, r, read)
         zeros = jax.tree.map(jnp.zeros_like, gradients)
-        return _where(active, decay[..., None] * dR, dS_next), _where(active, gradients, zeros)
+        return _where(active, before, dS), Rows(*_where(active, gradients, zeros))
 
     return jax.lax.scan(step, dS, (rows, passed, do, schedule.active), reverse=True)
 

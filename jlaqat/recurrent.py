@@ -174,18 +174,9 @@ def _segment_backward(dS, do, rows: Rows, passed: Passed, schedule: Schedule, qu
 
     def token(dS, part):
         (q, k, v, decay, beta), S, error, do = part
-        S_decayed = decay[..., None] * S
         write = beta * error
-        S_next = S_decayed + k[..., None] * write[..., None, :]
-        dS = dS + q[..., None] * do[..., None, :]
-        dq = (S_next * do[..., None, :]).sum(-1)
-        d_write = (dS * k[..., None]).sum(-2)
-        dv = beta * d_write
-        dk = (dS * write[..., None, :] - S_decayed * dv[..., None, :]).sum(-1)
-        dS = dS - k[..., None] * dv[..., None, :]
-        dg = (S_decayed * dS).sum(-1)
-        dg = dg.sum(-1, keepdims=True) if decay.shape[-1] == 1 else dg
-        return decay[..., None] * dS, (dq, dk, dv, dg, (d_write * error).sum(-1, keepdims=True))
+        S_next = decay[..., None] * S + k[..., None] * write[..., None, :]
+        return token_backward(dS, do, q, k, decay, beta, S, error, write, S_next)
 
     def group(dS, part):
         rows, passed, do, due, round_index = part
@@ -196,6 +187,24 @@ def _segment_backward(dS, do, rows: Rows, passed: Passed, schedule: Schedule, qu
         return jax.lax.scan(token, dS, (rows, passed.S, passed.error, do), reverse=True)
 
     return jax.lax.scan(group, dS, (rows, passed, do, schedule.due, schedule.round_index), reverse=True)
+
+
+def token_backward(dS, do, q, k, decay, beta, S, error, write, read):
+    """(the cotangent of the state S before a token, those of q (scaled), k, v, g and beta), for [..., HV, dims] each.
+
+    dS is the cotangent of the state after it, decay·S + k writeᵀ with write = β·error, whatever was rounded on the way;
+    do that of the output, readᵀq.
+    """
+    S_decayed = decay[..., None] * S
+    dS = dS + q[..., None] * do[..., None, :]
+    dq = (read * do[..., None, :]).sum(-1)
+    d_write = (dS * k[..., None]).sum(-2)
+    dv = beta * d_write
+    dk = (dS * write[..., None, :] - S_decayed * dv[..., None, :]).sum(-1)
+    dS = dS - k[..., None] * dv[..., None, :]
+    dg = (S_decayed * dS).sum(-1)
+    dg = dg.sum(-1, keepdims=True) if decay.shape[-1] == 1 else dg
+    return decay[..., None] * dS, (dq, dk, dv, dg, (d_write * error).sum(-1, keepdims=True))
 
 
 def _prepare(

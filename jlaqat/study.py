@@ -113,11 +113,11 @@ class _Study:
         self._score("float32", None, scorer(base))
         self._score("control_float32", None, scorer(control))
         restores = []
-        trained: dict[tuple[str, str, int], Values] = {}
+        trained: dict[Setting, Values] = {}
         for setting in config.settings:
             models = [config.build(seed, setting.quant_cfg()) for seed in self.seeds]
             scorer = self._scorer(models[0])
-            key = (setting.format, setting.rounding, setting.trained_cadence)
+            key = setting.trained_as
             if setting.trained:
                 state = self._train("qat", setting, models, base)
                 trained[key] = _values(state)

@@ -10,10 +10,12 @@ from typing import Any
 from flax import nnx
 
 from jlaqat.data import FILE_TASKS, DataConfig, check_model_sizes, loss_kind
+from jlaqat.decode_policy import PRESETS
 from jlaqat.model import DecoderLM, ModelConfig
 from jlaqat.optim import OptimizerConfig, make_schedule
-from jlaqat.quant_fields import parse_cfg
+from jlaqat.quant_cfg import plan
 from jlaqat.quantizers import quantize
+from jlaqat.recipes import load_recipe
 from jlaqat.spec import CHUNK_SIZE
 from jlaqat.study_head import DeltaHead, HeadConfig
 from jlaqat.train_config import EvalConfig, TrainConfig
@@ -43,6 +45,10 @@ class Setting:
     rounding: str
     cadence: int
     trained_cadence: int
+    # Under a decode policy that adds what a rounding lost before the next.
+    error_feedback: bool = False
+    # A preset of `DecodePolicy`, which then says all of the above.
+    policy: str | None = None
 
     @property
     def trained(self) -> bool:
@@ -50,20 +56,39 @@ class Setting:
         return self.cadence == self.trained_cadence
 
     @property
+    def trained_as(self) -> Setting:
+        """The setting whose QAT run this one is scored with."""
+        return dataclasses.replace(self, cadence=self.trained_cadence)
+
+    @property
     def name(self) -> str:
-        """For directories and records: nvfp4-1, e4m3-stochastic-64."""
-        return "-".join([self.format, *(["stochastic"] if self.rounding == "stochastic" else []), str(self.cadence)])
+        """For directories and records: nvfp4-1, e4m3-stochastic-64, int8-feedback-1, policy-serving."""
+        if self.policy is not None:
+            return f"policy-{self.policy}"
+        words = ["stochastic"] if self.rounding == "stochastic" else []
+        words += ["feedback"] if self.error_feedback else []
+        return "-".join([self.format, *words, str(self.cadence)])
 
     @property
     def title(self) -> str:
+        if self.policy is not None:
+            return f"decode policy {self.policy}"
         words = [FORMAT_TITLES.get(self.format, self.format.upper())]
         words += ["stochastic"] if self.rounding == "stochastic" else []
+        words += ["error feedback"] if self.error_feedback else []
         return " ".join([*words, "every token" if self.cadence == 1 else f"every {self.cadence} tokens"])
 
     def quant_cfg(self) -> list[dict[str, Any]]:
         """The entries that set every state quantizer of a model, for `jlaqat.quantize`."""
-        cfg = {**STATE_CFG[self.format], "rounding": self.rounding, "cadence": self.cadence}
-        return [{"quantizer_name": "*[gk]d[na]_state_quantizer", "cfg": cfg}]
+        if self.policy is not None:
+            return load_recipe(f"decode_{self.policy}")
+        cfg = {**STATE_CFG[self.format], "rounding": self.rounding}
+        entry = {"quantizer_name": "*[gk]d[na]_state_quantizer", "cfg": cfg}
+        if not self.error_feedback:
+            cfg["cadence"] = self.cadence
+            return [entry]
+        when = {"mode": "token"} if self.cadence == 1 else {"mode": "replay", "window": self.cadence}
+        return [entry, {"module_name": "*", "cfg": {**when, "error_feedback": True}}]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,7 +111,10 @@ class HeadRun:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StudyConfig:
-    """Four arms for each seed and each of formats × roundings × cadences. Raises ValueError naming field and remedy."""
+    """Four arms for each seed and each of formats × roundings × cadences × error_feedback, and each of policies.
+
+    Raises ValueError naming field and remedy.
+    """
 
     data: DataConfig
     # What is trained, one of the two: a decoder, or a single bare head.
@@ -110,6 +138,10 @@ class StudyConfig:
     cadences: tuple[int, ...] = (1,)
     # … and each of these is only scored, with the arms trained for cadences[0].
     score_cadences: tuple[int, ...] = ()
+    # Without error feedback, with it (by a decode policy), or both.
+    error_feedback: tuple[bool, ...] = (False,)
+    # Presets of `DecodePolicy` besides, each with a QAT run of its own. They and error feedback need data.prefix.
+    policies: tuple[str, ...] = ()
 
     # Held-out data, the same for every seed and arm: eval_batches batches of eval_batch_size.
     eval_batches: int = 4
@@ -120,7 +152,7 @@ class StudyConfig:
     scan_steps: int = 50
 
     def __post_init__(self) -> None:
-        for field in ("formats", "roundings", "cadences", "score_cadences"):
+        for field in ("formats", "roundings", "cadences", "score_cadences", "error_feedback", "policies"):
             object.__setattr__(self, field, tuple(getattr(self, field)))
         for field in ("steps", "finetune_steps", "seeds", "eval_batches", "eval_batch_size", "scan_steps"):
             if getattr(self, field) < 1:
@@ -130,10 +162,12 @@ class StudyConfig:
             ("roundings", ("nearest", "stochastic")),
             ("cadences", (1, 16, CHUNK_SIZE)),
             ("score_cadences", (1, 16, CHUNK_SIZE)),
+            ("error_feedback", (False, True)),
+            ("policies", tuple(PRESETS)),
         ):
             given = getattr(self, field)
             if (
-                (not given and field != "score_cadences")
+                (not given and field not in ("score_cadences", "policies"))
                 or len(set(given)) != len(given)
                 or not set(given) <= set(allowed)
             ):
@@ -146,8 +180,13 @@ class StudyConfig:
             raise ValueError(
                 f"score_tail={self.score_tail} applies to synthetic tasks; set it to 1 for {self.data.task!r}."
             )
+        if (self.policies or True in self.error_feedback) and self.data.prefix is None:
+            raise ValueError(
+                "policies and error_feedback decode token by token; set data.prefix, the tokens before decoding starts "
+                "(0 decodes every token)."
+            )
         for setting in self.settings:
-            parse_cfg(setting.quant_cfg()[0]["cfg"], "state")  # raises where format and rounding do not go together
+            plan(setting.quant_cfg(), {"mixer.gdn_state_quantizer": "state"})  # raises where fields do not go together
         if (self.model is None) == (self.head is None):
             given = "neither is" if self.model is None else "both are"
             raise ValueError(
@@ -177,10 +216,18 @@ class StudyConfig:
     def settings(self) -> list[Setting]:
         """Every setting, in the order of the table."""
         cadences = dict.fromkeys((*self.cadences, *self.score_cadences))  # one that is trained for is not scored twice
-        return [
-            Setting(format=f, rounding=r, cadence=c, trained_cadence=c if c in self.cadences else self.cadences[0])
-            for f, r, c in itertools.product(self.formats, self.roundings, cadences)
-        ]
+        settings = []
+        for f, r, c, feedback in itertools.product(self.formats, self.roundings, cadences, self.error_feedback):
+            trained = c if c in self.cadences else self.cadences[0]
+            settings.append(Setting(format=f, rounding=r, cadence=c, trained_cadence=trained, error_feedback=feedback))
+        for name in self.policies:
+            policy, every = PRESETS[name].policy, PRESETS[name].policy.window or 1
+            assert policy.state is not None  # every preset has a format
+            spec = policy.state
+            settings.append(
+                Setting(format=spec.format, rounding=spec.rounding, cadence=every, trained_cadence=every, policy=name)
+            )
+        return settings
 
     @property
     def eval_data(self) -> DataConfig:

@@ -1,5 +1,6 @@
 """Decode policies in a quant_cfg, in layers and models, in training, checkpoints and generation."""
 
+import dataclasses
 import json
 
 import jax
@@ -31,6 +32,13 @@ def plain():
 @pytest.fixture
 def model(plain):
     return nnx.clone(plain)
+
+
+@pytest.fixture
+def one_layer():
+    """A model that compiles in half the time."""
+    config = dataclasses.replace(CONFIG, num_layers=1, pattern=("kda",))
+    return jlaqat.DecoderLM(config, rngs=nnx.Rngs(0))
 
 
 def quantized(model, *rules):
@@ -150,56 +158,51 @@ def run(model, tokens, **bounds):
 
 
 @pytest.mark.usefixtures("compile_quickly")
-def test_a_model_decodes_after_its_prefixes(model):
+def test_a_model_decodes_after_its_prefixes(one_layer):
+    model = one_layer
     tokens = np.random.default_rng(0).integers(0, 16, (2, 12)).astype(np.int32)
-    exact = run(model, tokens)
     quantized(model, {"module_name": "*", "cfg": REPLAY})
     with pytest.raises(ValueError, match=r"quant_cfg\[1\] '\*' set a decode policy.*pass prefix_lengths"):
         jax.eval_shape(model, tokens)
     prefix = np.array([8, 5], np.int32)
+    exact = run(model, tokens, prefix_lengths=np.array([12, 12], np.int32))
     logits = run(model, tokens, prefix_lengths=prefix)
     assert_close(logits[0, :8], exact[0, :8], 1e-5, "inside the prefix")
     difference = np.abs(logits - exact).max(-1)
     assert (difference[0, 8:] > 1e-6).all() and (difference[1, 5:] > 1e-6).all() and difference.max() < 0.1
 
-    # The same sequences with padding in front, and packed.
-    padded = np.concatenate([np.zeros((2, 3), np.int32), tokens], axis=1)
-    mask = np.concatenate([np.zeros((2, 3), bool), np.ones((2, 12), bool)], axis=1)
-    assert_close(run(model, padded, mask=mask, prefix_lengths=prefix)[:, 3:], logits, 1e-5, "padded")
     packed = run(model, tokens.reshape(1, 24), cu_seqlens=np.array([0, 12, 24], np.int32), prefix_lengths=prefix)
     assert_close(packed.reshape(2, 12, 16), logits, 1e-5, "packed")
 
 
 @pytest.mark.usefixtures("compile_quickly")
-def test_what_training_emulates_is_what_generation_does(model):
+def test_what_training_emulates_is_what_generation_does(one_layer):
     """The prompt as a prefix and every token after it by itself, from a cache of codes: the whole sequence's logits."""
+    model = one_layer
     quantized(model, {"module_name": "*", "cfg": REPLAY})
     tokens = np.random.default_rng(1).integers(0, 16, (2, 13)).astype(np.int32)
     whole = run(model, tokens, prefix_lengths=np.array([6, 6], np.int32))
 
-    @nnx.jit
-    def walk(model, tokens):
-        cache = model.init_cache(2)
-        logits, cache = model.decode(tokens[:, :6], cache, prefix_lengths=6)
-        caches, outputs = [cache], [logits]
-        for t in range(6, 13):
-            logits, cache = model.decode(tokens[:, t : t + 1], cache)
-            caches.append(cache)
-            outputs.append(logits)
-        return jnp.concatenate(outputs, axis=1), caches
-
-    logits, caches = walk(model, tokens)
+    prompt = nnx.jit(lambda model, tokens: model.decode(tokens, model.init_cache(2), prefix_lengths=6))
+    step = nnx.jit(lambda model, token, cache: model.decode(token, cache))
+    logits, cache = prompt(model, tokens[:, :6])
+    outputs, caches = [logits], [cache]
+    for t in range(6, 13):
+        logits, cache = step(model, tokens[:, t : t + 1], cache)
+        outputs.append(logits)
+        caches.append(cache)
+    logits = jnp.concatenate(outputs, axis=1)
     assert_close(logits, whole, 1e-5, "logits")
-    for layer in range(2):
-        states = [cache[layer].state for cache in caches]
-        assert all(isinstance(s, DecodeCarry) and s.values.dtype == jnp.int8 for s in states)
-        assert all(s.ring_r.dtype == jnp.bfloat16 and s.ring_r.shape == (2, 3, 2, 32) for s in states)
-        assert [int(s.position[0]) for s in states] == list(range(6, 14))
-        assert [int(s.cursor[0]) for s in states] == [0, 1, 2, 0, 1, 2, 0, 1]
+    states = [cache[0].state for cache in caches]
+    assert all(isinstance(s, DecodeCarry) and s.values.dtype == jnp.int8 for s in states)
+    assert all(s.ring_r.dtype == jnp.bfloat16 and s.ring_r.shape == (2, 3, 2, 32) for s in states)
+    assert [int(s.position[0]) for s in states] == list(range(6, 14))
+    assert [int(s.cursor[0]) for s in states] == [0, 1, 2, 0, 1, 2, 0, 1]
 
 
 @pytest.mark.usefixtures("compile_quickly")
-def test_generate_keeps_codes(model):
+def test_generate_keeps_codes(one_layer):
+    model = one_layer
     prompt = np.random.default_rng(2).integers(0, 16, (2, 5)).astype(np.int32)
     quantized(model)
     with pytest.raises(NotImplementedError, match="Give the module a decode policy"):
@@ -208,10 +211,9 @@ def test_generate_keeps_codes(model):
     mask = np.array([[True] * 5, [False] * 2 + [True] * 3])
     tokens = jlaqat.generate(model, prompt, 6, temperature=0, prompt_mask=mask)
     # Greedy: each token is the likeliest one after the prompt and the tokens before it, as training sees them.
-    for b, used in enumerate((5, 3)):
-        sequence = jnp.concatenate([prompt[b, 5 - used :], tokens[b]])[None]
-        logits = run(model, sequence, prefix_lengths=np.array([used], np.int32))
-        assert np.array_equal(jnp.argmax(logits[0, used - 1 : -1], -1), tokens[b])
+    sequence = jnp.concatenate([prompt[1, 2:], tokens[1]])[None]
+    logits = run(model, sequence, prefix_lengths=np.array([3], np.int32))
+    assert np.array_equal(jnp.argmax(logits[0, 2:-1], -1), tokens[1])
 
 
 def test_a_cache_of_another_policy_is_refused(model):
@@ -263,7 +265,8 @@ def test_packed_batches_say_it_for_each_document(tmp_path):
 
 
 @pytest.mark.usefixtures("compile_quickly")
-def test_a_train_step_goes_through_the_decoded_suffix(model):
+def test_a_train_step_goes_through_the_decoded_suffix(one_layer):
+    model = one_layer
     quantized(model, {"module_name": "*", "cfg": REPLAY})
     config = DataConfig(task="state_tracking", batch_size=2, seq_len=9, prefix=5, suffix_loss=True)
     batch = next(iter(jlaqat.make_dataset(config)))
@@ -281,3 +284,29 @@ def test_a_train_step_goes_through_the_decoded_suffix(model):
     found = gradients(state, batch)
     for path, leaf in nnx.to_flat_state(found):
         assert np.isfinite(leaf[...]).all() and np.any(leaf[...]), path
+
+
+# ---- studies ---------------------------------------------------------------------------------------------------------
+
+
+def test_studies_have_axes_for_error_feedback_and_policies():
+    from jlaqat.study_config import HeadConfig, StudyConfig
+
+    data = DataConfig(task="regression", input_dim=4, seq_len=8, batch_size=2, prefix=4)
+    sizes = HeadConfig(input_size=9, output_size=1, key_dim=4, value_dim=32)
+    axes = dict(formats=["int8"], cadences=[1], score_cadences=[16], error_feedback=[False, True], policies=["serving"])
+    config = StudyConfig(data=data, head=sizes, **axes)
+    names = ["int8-1", "int8-feedback-1", "int8-16", "int8-feedback-16", "policy-serving"]
+    assert [s.name for s in config.settings] == names
+    assert [s.trained for s in config.settings] == [True, True, False, False, True]
+    assert config.settings[3].trained_as == config.settings[1]
+    assert config.settings[3].title == "INT8 error feedback every 16 tokens"
+    feedback = DecodePolicy(state=QuantSpec.int8(), mode="replay", window=16, error_feedback=True)
+    wanted = [None, dataclasses.replace(feedback, mode="token", window=None), None, feedback, PRESETS["serving"].policy]
+    batch = next(iter(jlaqat.make_dataset(data)))
+    for setting, policy in zip(config.settings, wanted):
+        model = config.build(0, setting.quant_cfg())
+        assert policies(model) == [policy]
+        assert jax.eval_shape(lambda batch, model=model: forward(model, batch), batch).shape == (2, 8, 1)
+    with pytest.raises(ValueError, match="set data.prefix, the tokens before decoding starts"):
+        StudyConfig(data=dataclasses.replace(data, prefix=None), head=sizes, **axes)
