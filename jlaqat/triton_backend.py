@@ -59,7 +59,9 @@ def why_not(inputs: Inputs, quant: DeltaQuant, compute_capability: int | None = 
         return "Triton before 3.9 cannot compile the rounded state scan for SM100 and newer (pip install 'triton>=3.9')"
     from jlaqat.kernels.call import Call, UnsupportedByKernels
 
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)
+    # How many sequences there are depends on cu_seqlens, and nothing that is asked here depends on it.
+    operands = inputs._replace(initial_state=None)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), operands)
     try:
         Call(lambda launch: {}, _operands(shapes, None), _options(quant, 1.0, compute_capability))
     except UnsupportedByKernels as refusal:

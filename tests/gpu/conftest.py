@@ -16,9 +16,17 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune
 if os.environ.get("JAX_PLATFORMS") in (None, "", "cuda"):
     os.environ["JAX_PLATFORMS"] = "cuda,cpu"
 
+import jax
 import pytest
 
+if jax.config.jax_platforms in (None, "", "cuda"):  # read when tests/conftest.py imported JAX
+    jax.config.update("jax_platforms", "cuda,cpu")
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # kernel_oracle, kernel_checks
+
+
+def pytest_configure(config):
+    # What torch says when its backward's thread is the first to use cuBLAS; it then does the right thing.
+    config.addinivalue_line("filterwarnings", "ignore:Attempting to run cuBLAS:UserWarning")
 
 
 def pytest_collection_modifyitems(config, items):

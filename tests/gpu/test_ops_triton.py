@@ -281,7 +281,7 @@ def launches(compiled):
 
 
 def test_nothing_is_computed_twice_that_was_not_asked_for():
-    """Launches in the optimised program of a scan over layers: 2 forward and 4 backward, and 2 more under remat."""
+    """Launches in the optimised program of a scan over layers: forward and backward, and forward again under remat."""
     x = jax.tree.map(jnp.asarray, inputs(25, T=70))
 
     def loss(x, body):
@@ -293,7 +293,8 @@ def test_nothing_is_computed_twice_that_was_not_asked_for():
 
     plain, remat = (jax.jit(jax.grad(functools.partial(loss, body=b))) for b in (layer, jax.checkpoint(layer)))
     first, second = plain.lower(x).compile(), remat.lower(x).compile()
-    assert (launches(first), launches(second)) == (6, 8)
+    forward = launches(jax.jit(layer).lower(x).compile())
+    assert forward >= 2 and launches(first) > forward and launches(second) == launches(first) + forward
     assert "conditional" not in first.as_text() + second.as_text()
     for a, b in zip(jax.tree.leaves(first(x)), jax.tree.leaves(second(x)), strict=True):
         assert jnp.array_equal(a, b)
@@ -309,11 +310,10 @@ def test_vmap_and_donation():
     one = run(jax.tree.map(lambda a: a[1], stacked), cotangents)
     assert all(jnp.array_equal(a[1], b) for a, b in zip(jax.tree.leaves(mapped), jax.tree.leaves(one), strict=True))
 
-    rows = jax.tree.map(
-        lambda a: jnp.stack([a[:1], a[1:]]), x | {"initial_state": jnp.concatenate([x["initial_state"]] * 2)}
-    )
+    rows = jax.tree.map(lambda a: jnp.stack([a[:1], a[1:]]), x)
+    rows["initial_state"] = jnp.stack([x["initial_state"], x["initial_state"][::-1]])  # two sequences a row
     cu = np.array([[0, 64, 70], [0, 3, 66]], np.int32)
-    pulled = (cotangents[0][:1], np.concatenate([cotangents[1]]))
+    pulled = (cotangents[0][:1], cotangents[1])
     mapped = jax.vmap(lambda x, cu: run(x, pulled, cu))(rows, cu)
     for i in range(2):
         one = run(jax.tree.map(lambda a, i=i: a[i], rows), pulled, cu[i])
