@@ -1,6 +1,6 @@
 """Times every kernel of the pipeline under a set of launch parameters, on one GPU.
 
-    python3 benchmarks/tune_kernels.py $OUT/tune.json       about 3 minutes on 16 cores and an H200
+    python3 benchmarks/tune_kernels.py $OUT/tune.json [--gates gdn,kda]     about 3 minutes on 16 cores and an H200
 
 Processes first compile the variants side by side (Triton's cache on disk is shared), then one process times them,
 kernel by kernel, from CUDA graphs. The table printed last has the best parameters for each kernel and shape.
@@ -8,12 +8,12 @@ kernel by kernel, from CUDA graphs. The table printed last has the best paramete
 
 from __future__ import annotations
 
+import argparse
 import collections
 import concurrent.futures
 import itertools
 import json
 import multiprocessing
-import sys
 import time
 
 import torch
@@ -30,13 +30,19 @@ QUANTS = {
     "state+w fp8": DeltaQuant(state=QuantSpec.fp8(), w=QuantSpec.fp8()),
 }
 SHAPES = [(1, 8192, 16), (8, 4096, 16)]
-CHOICES = {
-    "intra": [Knobs(4, 1, bv=128), Knobs(8, 1, bv=128), Knobs(4, 1, 32, 128), Knobs(8, 1, 32, 128)],
+CHOICES: dict[str, list] = {
+    "intra": [
+        Knobs(4, 1, registers=128),
+        Knobs(4, 1, 32, 128),
+        Knobs(4, 1, bv=128, registers=128),
+        Knobs(4, 1, bv=128),
+        Knobs(4, 1, bv=128, registers=168),
+    ],
     "recompute": [Knobs(4, 2, bv=128), Knobs(4, 2), Knobs(4, 1, bv=128), Knobs(8, 1, bv=128)],
-    "state": [Knobs(4, 3), Knobs(4, 2), Knobs(4, 1), Knobs(4, 3, bv=16)],
-    "reverse": [Knobs(4, 3), Knobs(4, 1), Knobs(8, 3), Knobs(4, 3, bv=16)],
-    "output_backward": [Knobs(4, 2), Knobs(4, 1), Knobs(8, 1), Knobs(4, 1, 32, 64)],
-    "intra_backward": [Knobs(4, 1), Knobs(4, 2, 64, 128), Knobs(8, 1), Knobs(4, 1, 32, 64)],
+    "state": [Knobs(4, 2), Knobs(4, 3), Knobs(4, 3, bv=32), Knobs(4, 3, bv=16)],
+    "reverse": [Knobs(4, 2), Knobs(4, 3), Knobs(4, 3, bv=16), Knobs(4, 3, bv=32), Knobs(4, 2, bv=32)],
+    "decode_w": [False, True, True, True, True],  # goes with reverse
+    "chunk_backward": [Knobs(4, 1, 32, 128), Knobs(4, 1, 64, 128), Knobs(4, 1), Knobs(4, 1, 32, 64)],
     "kda_pairs": [Knobs(4, 2, 32), Knobs(4, 1, 32), Knobs(4, 1, 16), Knobs(4, 1)],
     "kda_wy": [Knobs(4, 1, bv=128), Knobs(4, 1)],
     "kda_recompute": [Knobs(4, 1, bv=128), Knobs(4, 2), Knobs(4, 1)],
@@ -79,19 +85,17 @@ class Recorder:
         return outputs
 
 
-def run_once(run, inputs, quant, tuning, merge=None):
-    options = Options(scale=128**-0.5, quant=quant, hardware_fp8=True, tuning=tuning, merge_precision=merge)
+def run_once(run, inputs, quant, tuning):
+    options = Options(scale=128**-0.5, quant=quant, hardware_fp8=True, tuning=tuning)
     out = pipeline.forward(run, inputs, options)
     do, dfinal = torch.randn_like(out.o), torch.zeros_like(out.final_state)
     return out, pipeline.backward(run, inputs, out.residuals, do, dfinal, options)
 
 
 def compile_variant(job):
-    kda, quant, tuning, merge = job
-    try:
-        run_once(torch_run, make_inputs(1, 1024, 1, kda), QUANTS[quant], tuning, merge)
-        # Grids and batch sizes change no kernel; the heads do.
-        run_once(torch_run, make_inputs(1, 1024, 16, kda), QUANTS[quant], tuning, merge)
+    kda, quant, tuning = job
+    try:  # grids and batch sizes change no kernel; the heads do
+        run_once(torch_run, make_inputs(1, 1024, 16, kda), QUANTS[quant], tuning)
         torch.cuda.synchronize()
         return None
     except Exception as error:  # a variant that does not fit the GPU is left out of the table
@@ -100,7 +104,7 @@ def compile_variant(job):
 
 def time_launch(launch, outputs, repeats=5):
     """Milliseconds, the best of a few replays of a CUDA graph with `repeats` launches."""
-    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, **launch.compiler_options}
+    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages} | launch.compiler_options
 
     def go():
         launch.kernel[(launch.grid,)](**launch.inputs, **outputs, **launch.constants, **options)
@@ -127,34 +131,52 @@ KERNELS = {  # kernel: its name in Tuning
     "wy_recompute": "recompute",
     "chunk_state_forward": "state",
     "chunk_state_backward": "reverse",
-    "chunk_output_backward": "output_backward",
-    "intra_chunk_backward": "intra_backward",
+    "chunk_backward": "chunk_backward",
     "kda_pairs": "kda_pairs",
     "kda_wy": "kda_wy",
     "kda_recompute": "kda_recompute",
     "kda_scores_backward": "kda_scores",
     "kda_channels_backward": "kda_channels",
 }
+TOLD = ("BK", "BV", "WRITE_O", "W_FORMAT")  # constants that tell variants of a kernel apart
 
 
 def best_tunings(rows: list[dict]) -> dict:
     """{gate: {"plain" or "rounded": {shape class: {kernel: knobs}}}}, the fastest of each."""
     table: dict = {}
-    for row in sorted(rows, key=lambda r: -r["ms"]):  # the fastest comes last and stays
+    decoding = {(r["shape"], r["gate"], r["quant"]): r["ms"] for r in rows if r["kernel"] == "decode_w"}
+
+    def cost(row) -> float:
+        """Milliseconds, with those of decoding w where the reverse scan asks for its values."""
+        key = (row["shape"], row["gate"], row["quant"])
+        decoded = row["kernel"] == "chunk_state_backward" and row["W_FORMAT"] == "none"
+        return row["ms"] + (decoding.get(key, 0.0) if decoded else 0.0)
+
+    for row in sorted(rows, key=lambda r: -cost(r)):  # the fastest comes last and stays
         b, t, h = map(int, row["shape"].split("x"))
         rounded = "plain" if row["quant"] == "plain" else "rounded"
         kernels = table.setdefault(row["gate"], {}).setdefault(rounded, {}).setdefault(shape_class(b * h * 2), {})
-        knobs = [row["warps"], row["stages"], row.get("BKI", row.get("BK", 64)), row.get("BV", 64)]
-        if row["kernel"] in KERNELS and row.get("WRITE_O", True):
-            kernels[KERNELS[row["kernel"]]] = knobs
+        if row["kernel"] not in KERNELS or not row.get("WRITE_O", True):
+            continue
+        knobs = [row["warps"], row["stages"], row.get("BK", 64), row.get("BV", 64), row["registers"]]
+        kernels[KERNELS[row["kernel"]]] = knobs
+        if row["kernel"] == "chunk_state_backward":
+            kernels["decode_w"] = row["W_FORMAT"] == "none" and row["quant"] != "plain" and row["gate"] == "gdn"
     return table
 
 
-def main(path: str) -> None:
+def told(row: dict) -> str:
+    """Milliseconds and the parameters: warps, stages, columns over K and V, registers."""
+    knobs = (row["warps"], row["stages"], row.get("BK"), row.get("BV"), row["registers"])
+    codes = "" if row.get("W_FORMAT", "none") == "none" else ",codes"
+    return f"{row['ms']:.3f} ({','.join(map(str, knobs))}{codes}{'' if row.get('WRITE_O', True) else ',split'})"
+
+
+def main(path: str, gates: list[str]) -> None:
     began = time.time()
-    jobs = [(kda, quant, tuning, None) for tuning, kda, quant in itertools.product(tunings(), (True, False), QUANTS)]
-    split = tunings()[1]._replace(split_output=True)
-    jobs += [(kda, "state+w fp8", split, None) for kda in (True, False)]
+    jobs = [(gate == "kda", quant, tuning) for tuning, gate, quant in itertools.product(tunings(), gates, QUANTS)]
+    split = tunings()[0]._replace(split_output=True)
+    jobs += [(gate == "kda", "state+w fp8", split) for gate in gates]
     with concurrent.futures.ProcessPoolExecutor(15, multiprocessing.get_context("spawn")) as pool:
         errors = list(pool.map(compile_variant, jobs))
     for job, error in zip(jobs, errors, strict=True):
@@ -166,50 +188,44 @@ def main(path: str) -> None:
     for (b, t, h), (job, error) in itertools.product(SHAPES, zip(jobs, errors, strict=True)):
         if error:
             continue
-        kda, quant, tuning, merge = job
+        kda, quant, tuning = job
         recorder = Recorder()
         inputs = make_inputs(b, t, h, kda)
-        run_once(recorder, inputs, QUANTS[quant], tuning, merge)
+        run_once(recorder, inputs, QUANTS[quant], tuning)
         for launch, outputs in recorder.launches:
-            width = {n: launch.constants[n] for n in ("BK", "BKI", "BV", "WRITE_O") if n in launch.constants}
-            key = (b, t, h, kda, quant, launch.name, launch.num_warps, launch.num_stages, *width.values())
-            if key in seen:
-                continue
-            seen.add(key)
-            rows.append(
-                {
-                    "shape": f"{b}x{t}x{h}",
-                    "gate": "kda" if kda else "gdn",
-                    "quant": quant,
-                    "kernel": launch.name.removesuffix("_kernel"),
-                    "warps": launch.num_warps,
-                    "stages": launch.num_stages,
-                    **width,
-                    "ms": round(time_launch(launch, outputs), 4),
-                }
-            )
+            row = {
+                "shape": f"{b}x{t}x{h}",
+                "gate": "kda" if kda else "gdn",
+                "quant": quant,
+                "kernel": launch.name.removesuffix("_kernel"),
+                "warps": launch.num_warps,
+                "stages": launch.num_stages,
+                "registers": launch.max_registers,
+                **{n: launch.constants[n] for n in TOLD if n in launch.constants},
+            }
+            if (key := tuple(row.values())) not in seen:
+                seen.add(key)
+                rows.append(row | {"ms": round(time_launch(launch, outputs), 4)})
         del recorder
     about = {"machine": torch.cuda.get_device_name(), "triton": triton.__version__, "torch": torch.__version__}
     with open(path, "w") as f:
         json.dump({**about, "rows": rows}, f, indent=1)
     major, minor = torch.cuda.get_device_capability()
     FOLDER.mkdir(exist_ok=True)
-    with open(FOLDER / f"sm{major}{minor}.json", "w") as f:
-        json.dump({**about, "tunings": best_tunings(rows)}, f, indent=1)
+    table = FOLDER / f"sm{major}{minor}.json"
+    kept = json.loads(table.read_text())["tunings"] if table.exists() else {}  # of the gates not tuned now
+    table.write_text(json.dumps({**about, "tunings": kept | best_tunings(rows)}, indent=1) + "\n")
     groups = collections.defaultdict(list)
     for row in rows:
         groups[row["shape"], row["gate"], row["quant"], row["kernel"]].append(row)
-    for key, group in groups.items():
-        group.sort(key=lambda r: r["ms"])
-        told = (
-            f"{r['ms']:.3f} ({r['warps']},{r['stages']},{r.get('BKI', r.get('BK'))},{r.get('BV')}"
-            + ("" if r.get("WRITE_O", True) else ",split")
-            + ")"
-            for r in group
-        )
-        print(*key, "|", *told)
+    for name, group in groups.items():
+        print(*name, "|", *map(told, sorted(group, key=lambda r: r["ms"])))
     print(f"{time.time() - began:.0f} s")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("path", help="JSON file for the measurements")
+    parser.add_argument("--gates", default="gdn,kda")
+    arguments = parser.parse_args()
+    main(arguments.path, arguments.gates.split(","))

@@ -48,6 +48,8 @@ class Residuals(NamedTuple):
     g_sum: Any  # GDN: [B*T, HV] float32, G; None for KDA, whose sums are formed again
     h: Any  # [SLOTS, HV, K, V] uint8, codes of the rounded states that enter the chunks, or None
     h_scale: Any  # [SLOTS, HV, ceil(V / block_v)] float32, or None
+    w: Any = None  # GDN: [B*T, HV, K] uint8, codes of a rounded w, or None
+    w_scale: Any = None  # [B*T, HV] float32, or None
 
 
 class Output(NamedTuple):
@@ -76,8 +78,9 @@ class Options:
       may take there: deeper pipelines than fit are cut. `options_for` fills in all three.
     save_states: keep rounded states as codes for the backward (1 byte an element), or walk the chunks again there.
     tuning: launch parameters; None takes them from the architecture's table.
-    merge_precision: of the products that merge the inverse's blocks ("tf32x3", "tf32" or "ieee"); None takes "tf32x3"
-      for float32 inputs and "tf32" for 16-bit ones, which hold the inverse less exactly than that.
+    merge_precision: of the products that join the inverse's blocks: "tf32", "tf32x3", "ieee" or, GDN only, "float16".
+      None takes "tf32x3" for float32 inputs and for 16-bit ones, which hold the inverse less exactly than that,
+      "float16" (GDN) or "tf32" (KDA). With "float16" a pair's beta k.k above 65,504 becomes NaN.
     """
 
     scale: float
@@ -142,6 +145,17 @@ class Call:
         return self.options.quant.state.format if self.options.quant.state else "none"
 
     @property
+    def w_format(self) -> str:
+        """Format of w in memory: codes where GDN rounds it, "none" for values."""
+        return self.options.quant.w.format if self.options.quant.w and not self.is_kda else "none"
+
+    @property
+    def merge_precision(self) -> str:
+        if self.options.merge_precision is not None or self.dtype == "float32":
+            return self.options.merge_precision or "tf32x3"
+        return "tf32" if self.is_kda else "float16"
+
+    @property
     def tile_v(self) -> int:
         return self.options.quant.state.block_v if self.options.quant.state else power_of_two(self.sizes[5])
 
@@ -191,7 +205,7 @@ class Call:
             "W_FORMAT": self.options.quant.w.format if self.options.quant.w else "none",
             "HARDWARE_FP8": self.options.hardware_fp8,
             "PRECISION": "tf32x3" if self.dtype == "float32" else "tf32",
-            "MERGE_PRECISION": self.options.merge_precision or ("tf32x3" if self.dtype == "float32" else "tf32"),
+            "MERGE_PRECISION": self.merge_precision,
         }
         return {name: known[name] for name in names}
 

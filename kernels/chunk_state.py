@@ -12,12 +12,13 @@ import triton.language as tl
 from jlaqat.kernels.chunks import (
     load_gate_sums,
     load_rows,
+    load_scalars,
     locate_sequence,
     state_mask,
     state_offsets,
     store_rows,
 )
-from jlaqat.kernels.rounding import quantize_tile
+from jlaqat.kernels.rounding import decode, quantize_tile
 
 
 @triton.jit
@@ -51,10 +52,35 @@ def load_state(p, i_v, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: t
 
 
 @triton.jit
+def load_w(
+    p_w,
+    p_w_scale,
+    row,
+    n_rows,
+    i_hv,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    W_FORMAT: tl.constexpr,
+    HARDWARE_FP8: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """(w or its codes [BT, BK] in DTYPE, the rows' scales [BT], 1 for values)."""
+    b_w = load_rows(p_w, row, n_rows, i_hv, 0, HV, K, BT, BK)
+    if W_FORMAT == "none":
+        return b_w, tl.full([BT], 1.0, tl.float32)
+    else:
+        b_scale = load_scalars(p_w_scale, row, n_rows, i_hv, HV, BT)
+        return decode(b_w, W_FORMAT, HARDWARE_FP8).to(DTYPE), b_scale
+
+
+@triton.jit
 def chunk_state_forward_kernel(
     p_q,  # GDN: [B*T, HK, K], q; KDA: scale e^G q a value head
     p_k,  # GDN: [B*T, HK, K], k; KDA: e^(G_L - G) k a value head
-    p_w,  # [B*T, HV, K]
+    p_w,  # [B*T, HV, K], values or codes (uint8)
+    p_w_scale,  # [B*T, HV] float32, where w is codes
     p_u,  # [B*T, HV, V]
     p_p,  # [B*T, HV, 64]
     p_g,  # GDN: [B*T, HV] float32, G; KDA: [SLOTS, HV, K] float32, e^(G_L)
@@ -83,6 +109,7 @@ def chunk_state_forward_kernel(
     SAVE_H: tl.constexpr,
     SAVE_V: tl.constexpr,
     STATE_FORMAT: tl.constexpr,
+    W_FORMAT: tl.constexpr,
     HARDWARE_FP8: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -104,7 +131,7 @@ def chunk_state_forward_kernel(
         b_s = load_state(p_initial + sequence, i_v, K, V, BK, BV)
     else:
         b_s = tl.zeros([BK, BV], tl.float32)
-    DTYPE: tl.constexpr = p_w.dtype.element_ty
+    DTYPE: tl.constexpr = p_q.dtype.element_ty
     b_c, b_scale, b_bytes = round_state(b_s, DTYPE, STATE_FORMAT, HARDWARE_FP8)
     if SAVE_H and n_total > 0:
         state = i_c.to(tl.int64) * HV + i_hv
@@ -115,10 +142,10 @@ def chunk_state_forward_kernel(
 
     for start in range(0, n_total, BT):
         n_rows = tl.minimum(n_total - start, BT)
-        b_w = load_rows(p_w, row, n_rows, i_hv, 0, HV, K, BT, BK)
+        b_w, b_w_scale = load_w(p_w, p_w_scale, row, n_rows, i_hv, HV, K, BT, BK, W_FORMAT, HARDWARE_FP8, DTYPE)
         b_u = load_rows(p_u, row, n_rows, i_hv, i_v, HV, V, BT, BV)
         b_h = b_c.to(DTYPE)
-        b_v = b_u.to(tl.float32) - tl.dot(b_w, b_h, input_precision=PRECISION) * b_scale
+        b_v = b_u.to(tl.float32) - tl.dot(b_w, b_h, input_precision=PRECISION) * (b_w_scale * b_scale)[:, None]
         if not IS_KDA:
             b_g, g_last = load_gate_sums(p_g, row, n_rows, i_hv, HV, BT)
         if SAVE_V:
@@ -155,10 +182,33 @@ def chunk_state_forward_kernel(
 
 
 @triton.jit
+def load_decay(p_decay, state, wanted, K: tl.constexpr, BK: tl.constexpr):
+    """KDA: e^(G_L) of a chunk."""
+    o_k = tl.arange(0, BK)
+    return tl.load(p_decay + state * K + o_k, mask=(o_k < K) & wanted, other=0.0)
+
+
+@triton.jit
+def load_gates(p_g, row, n_rows, i_h, NH: tl.constexpr, BT: tl.constexpr):
+    """GDN's (G, G, G of the last row) of a chunk. Past the end the first G is 0 and the second -inf.
+
+    Two loads of G on purpose: one layout for rows of products, one for rows of do. A single load would be moved
+    between them through shared memory, or repeated where it waits.
+    """
+    o_t = tl.arange(0, BT)
+    p = p_g + row * NH + i_h
+    last = tl.load(p + (n_rows - 1) * NH, mask=n_rows > 0, other=0.0)
+    b_g = tl.load(p + o_t * NH, mask=o_t < n_rows, other=0.0)
+    b_gq = tl.load(p + o_t * NH, mask=o_t < n_rows, other=float("-inf"))
+    return b_g, b_gq, last
+
+
+@triton.jit
 def chunk_state_backward_kernel(
     p_q,  # as in the forward
     p_k,
     p_w,
+    p_w_scale,
     p_p,
     p_g,
     p_do,  # [B*T, HV, V]
@@ -179,6 +229,8 @@ def chunk_state_backward_kernel(
     BV: tl.constexpr,
     IS_KDA: tl.constexpr,
     IS_PACKED: tl.constexpr,
+    W_FORMAT: tl.constexpr,
+    HARDWARE_FP8: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     pid = tl.program_id(0)
@@ -188,16 +240,27 @@ def chunk_state_backward_kernel(
     i_n = pid // (PROGRAMS_V * HV)
     i_k = i_hv // (HV // HK)
     i_c, row, n_total = locate_sequence(p_sequences, i_n, T, NT, IS_PACKED)
-    o_k = tl.arange(0, BK)
     sequence = (i_n.to(tl.int64) * HV + i_hv) * K * V
     b_ds = load_state(p_dfinal + sequence, i_v, K, V, BK, BV)
 
     n_chunks = (n_total + BT - 1) // BT
+    # The compiler prefetches what products read, but not these: they are loaded one chunk ahead, into registers.
+    i_row = row + (n_chunks - 1) * BT
+    n_rows = tl.minimum(n_total - (n_chunks - 1) * BT, BT)
+    if IS_KDA:
+        b_decay = load_decay(p_g, (i_c + n_chunks - 1).to(tl.int64) * HV + i_hv, n_chunks > 0, K, BK)
+    else:
+        b_g, b_gq, g_last = load_gates(p_g, i_row, n_rows, i_hv, HV, BT)
     for done in range(n_chunks):
         i = n_chunks - 1 - done
         i_row = row + i * BT
         n_rows = tl.minimum(n_total - i * BT, BT)
+        n_next = tl.where(i > 0, BT, 0)
         state = (i_c + i).to(tl.int64) * HV + i_hv
+        if IS_KDA:
+            b_decay_next = load_decay(p_g, state - HV, i > 0, K, BK)
+        else:
+            b_g_next, b_gq_next, g_last_next = load_gates(p_g, i_row - BT, n_next, i_hv, HV, BT)
         store_state(p_dh + state * K * V, b_ds, i_v, K, V)
         b_do = load_rows(p_do, i_row, n_rows, i_hv, i_v, HV, V, BT, BV)
         b_k = load_rows(p_k, i_row, n_rows, i_k, 0, HK, K, BT, BK)
@@ -205,18 +268,20 @@ def chunk_state_backward_kernel(
         b_dv = tl.dot(b_k, b_ds.to(b_k.dtype), input_precision=PRECISION)
         b_do_q = b_do
         if IS_KDA:
-            b_decay = tl.load(p_g + state * K + o_k, mask=o_k < K, other=0.0)
             b_ds *= b_decay[:, None]
+            b_decay = b_decay_next
         else:
-            b_g, g_last = load_gate_sums(p_g, i_row, n_rows, i_hv, HV, BT)
-            b_dv *= tl.exp(g_last - b_g)[:, None]
+            b_dv *= tl.exp(tl.where(tl.arange(0, BT) < n_rows, g_last - b_g, 0.0))[:, None]
             b_ds *= tl.exp(g_last)
-            b_do_q = (b_do * (tl.exp(b_g) * scale)[:, None]).to(b_do.dtype)
-        b_dv += tl.dot(tl.trans(b_p), b_do, input_precision=PRECISION)
+            b_do_q = (b_do * (tl.exp(b_gq) * scale)[:, None]).to(b_do.dtype)
+            b_g, b_gq, g_last = b_g_next, b_gq_next, g_last_next
+        b_dv = tl.dot(tl.trans(b_p), b_do, acc=b_dv, input_precision=PRECISION)
         store_rows(p_dv_new, b_dv, i_row, n_rows, i_hv, i_v, HV, V)
         b_q = load_rows(p_q, i_row, n_rows, i_k, 0, HK, K, BT, BK)
-        b_w = load_rows(p_w, i_row, n_rows, i_hv, 0, HV, K, BT, BK)
-        b_ds += tl.dot(tl.trans(b_q), b_do_q, input_precision=PRECISION)
-        b_ds -= tl.dot(tl.trans(b_w), b_dv.to(b_w.dtype), input_precision=PRECISION)
+        b_ds = tl.dot(tl.trans(b_q), b_do_q, acc=b_ds, input_precision=PRECISION)
+        b_w, b_w_scale = load_w(p_w, p_w_scale, i_row, n_rows, i_hv, HV, K, BT, BK, W_FORMAT, HARDWARE_FP8, b_k.dtype)
+        if W_FORMAT != "none":  # w times its scale rather than dv', which float16 could not hold
+            b_w = (b_w * b_w_scale[:, None]).to(b_k.dtype)
+        b_ds = tl.dot(tl.trans(b_w), (-b_dv).to(b_w.dtype), acc=b_ds, input_precision=PRECISION)
 
     store_state(p_dinitial + sequence, b_ds, i_v, K, V)

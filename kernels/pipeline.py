@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from jlaqat.kernels import chunk_output, chunk_state, chunks, intra_chunk, pipeline_kda
+from jlaqat.kernels import chunk_output, chunk_state, chunks, pipeline_gdn, pipeline_kda
 from jlaqat.kernels.call import Call, Gradients, Inputs, Options, Output, Residuals, power_of_two
-from jlaqat.kernels.launch import UNUSED, Buffer, Launch, Run, dtype_name
-from jlaqat.spec import CHUNK_SIZE
+from jlaqat.kernels.launch import UNUSED, Buffer, Launch, Run
 
 
 def _warps(base: int, width: int) -> int:
@@ -44,52 +43,10 @@ def _tables(call: Call) -> tuple[Any, Any]:
     return out["p_chunks"], out["p_sequences"]
 
 
-def _intra_forward(call: Call, p_chunks: Any, save_x: bool) -> dict[str, Any]:
-    b, t, h, hv, k, v = call.sizes
-    bk = power_of_two(k)
-    knobs, kda = call.tuning.intra, call.is_kda
-    launch = Launch(
-        kernel=intra_chunk.intra_chunk_forward_kernel,
-        grid=call.slots * hv,
-        inputs={
-            "p_q": call.inputs.q,
-            "p_k": call.inputs.k,
-            "p_v": call.inputs.v,
-            "p_g": call.inputs.g,
-            "p_beta": call.inputs.beta,
-            "p_chunks": p_chunks,
-        },
-        outputs={
-            "p_gsum": call.gate_sums(),
-            "p_decay": Buffer((call.slots, hv, k), "float32") if kda else UNUSED,
-            "p_qg": call.by_row(hv, k) if kda else UNUSED,
-            "p_kg": call.by_row(hv, k) if kda else UNUSED,
-            "p_x": call.by_row(hv, CHUNK_SIZE) if save_x else UNUSED,
-            "p_p": call.by_row(hv, CHUNK_SIZE),
-            "p_w": call.by_row(hv, k),
-            "p_u": call.by_row(hv, v),
-        },
-        constants={
-            **call.dims("scale", "T", "NT", "H", "HV", "K", "V", "BT", "IS_KDA", "IS_PACKED"),
-            **call.dims("W_FORMAT", "HARDWARE_FP8", "PRECISION", "MERGE_PRECISION"),
-            "BK": bk,
-            "BKI": call.width(knobs.bk, k),
-            "BV": call.width(knobs.bv, v),
-            "SAVE_X": save_x,
-        },
-        num_warps=_warps(knobs.warps, bk),
-        num_stages=knobs.stages,
-    )
-    out = call.run(launch)
-    if not kda:
-        out |= {"p_qg": call.inputs.q, "p_kg": call.inputs.k}
-    return out
-
-
 def _scan_forward(
     call: Call, intra: dict[str, Any], p_sequences: Any, *, write_o: bool, save_h: bool, save_v: bool
 ) -> dict[str, Any]:
-    """intra: p_qg, p_kg (q and k themselves for GDN), p_w, p_u, p_p and p_gate (G, or e^(G_L) for KDA)."""
+    """intra: p_qg, p_kg (q and k themselves for GDN), p_w, p_w_scale, p_u, p_p and p_gate (G, or e^(G_L) for KDA)."""
     _, _, _, hv, k, v = call.sizes
     width, bk = call.state_width, power_of_two(k)
     knobs = call.tuning.state
@@ -103,6 +60,7 @@ def _scan_forward(
             "p_q": intra["p_qg"],
             "p_k": intra["p_kg"],
             "p_w": intra["p_w"],
+            "p_w_scale": intra.get("p_w_scale", intra["p_w"]),
             "p_u": intra["p_u"],
             "p_p": intra["p_p"],
             "p_g": intra["p_gate"],
@@ -119,6 +77,7 @@ def _scan_forward(
         constants={
             **call.dims("scale", "T", "NT", "N", "HK", "HV", "K", "V", "BT", "IS_KDA", "IS_PACKED"),
             **call.dims("STATE_FORMAT", "HARDWARE_FP8", "PRECISION"),
+            "W_FORMAT": call.w_format,
             "BK": bk,
             "BV": width,
             "HAS_INITIAL": initial is not None,
@@ -170,7 +129,7 @@ def forward(run: Run, inputs: Inputs, options: Options, *, with_residuals: bool 
     call = Call(run, inputs, options)
     b, t, _, hv, _, v = call.sizes
     p_chunks, p_sequences = _tables(call)
-    intra = (pipeline_kda.intra_forward if call.is_kda else _intra_forward)(call, p_chunks, with_residuals)
+    intra = (pipeline_kda if call.is_kda else pipeline_gdn).intra_forward(call, p_chunks, with_residuals)
     intra["p_gate"] = intra["p_decay"] if call.is_kda else intra["p_gsum"]
     split = call.tuning.split_output
     keep = with_residuals and options.save_states and call.state_format != "none"
@@ -184,63 +143,24 @@ def forward(run: Run, inputs: Inputs, options: Options, *, with_residuals: bool 
             g_sum=None if call.is_kda else intra["p_gsum"],
             h=scan["p_h"] if keep else None,
             h_scale=scan["p_h_scale"] if keep else None,
+            w=intra["p_w"] if keep and call.w_format != "none" else None,
+            w_scale=intra["p_w_scale"] if keep and call.w_format != "none" else None,
         )
     return Output(o.reshape(b, t, hv, v), scan["p_final"], residuals)
 
 
-def _recompute(call: Call, residuals: Residuals, p_chunks: Any, p_sequences: Any) -> dict[str, Any]:
-    """w, v', h, h_scale, and the scan's q, k and gate, as the forward had them."""
-    _, _, _, hv, k, v = call.sizes
-    bk = power_of_two(k)
-    knobs = call.tuning.recompute
-    if call.is_kda:  # equal sums of gates ask for equal blocks and warps
-        knobs = knobs._replace(warps=call.tuning.intra.warps, bk=call.tuning.intra.bk)
-    kda, known = call.is_kda, residuals.h is not None
-    launch = Launch(
-        kernel=intra_chunk.wy_recompute_kernel,
-        grid=call.slots * hv,
-        inputs={
-            "p_q": call.inputs.q,
-            "p_k": call.inputs.k,
-            "p_v": call.inputs.v,
-            "p_g": call.inputs.g if kda else residuals.g_sum,
-            "p_beta": call.inputs.beta,
-            "p_x": residuals.x,
-            "p_h": residuals.h if known else residuals.x,
-            "p_h_scale": residuals.h_scale if known else residuals.x,
-            "p_chunks": p_chunks,
-        },
-        outputs={
-            "p_gsum": call.gate_sums() if kda else UNUSED,
-            "p_decay": Buffer((call.slots, hv, k), "float32") if kda else UNUSED,
-            "p_qg": call.by_row(hv, k) if kda else UNUSED,
-            "p_kg": call.by_row(hv, k) if kda else UNUSED,
-            "p_w": call.by_row(hv, k),
-            "p_u": call.by_row(hv, v),
-        },
-        constants={
-            **call.dims("scale", "T", "NT", "H", "HV", "K", "V", "BT", "IS_KDA", "IS_PACKED"),
-            **call.dims("STATE_FORMAT", "TILE_V", "W_FORMAT", "HARDWARE_FP8", "PRECISION"),
-            "BK": bk,
-            "BKI": call.width(knobs.bk, k),
-            "BV": call.width(knobs.bv, v),
-            "HAS_STATES": known,
-        },
-        num_warps=_warps(knobs.warps, bk),
-        num_stages=knobs.stages,
-    )
-    out = call.run(launch)
-    if not kda:
-        out |= {"p_qg": call.inputs.q, "p_kg": call.inputs.k, "p_gsum": residuals.g_sum}
-    out |= {"p_gate": out["p_decay"] if kda else residuals.g_sum, "p_p": residuals.p}
+def _saved(call: Call, residuals: Residuals, p_chunks: Any, p_sequences: Any) -> dict[str, Any]:
+    """GDN: what the backward reads; p_h and p_h_scale as saved, or from another scan forward."""
+    known = residuals.h is not None
+    out = pipeline_gdn.recompute(call, residuals, p_chunks, with_u=not known)
     if known:
-        return out | {"p_v_new": out["p_u"], "p_h": residuals.h, "p_h_scale": residuals.h_scale}
-    scan = _scan_forward(call, out, p_sequences, write_o=False, save_h=True, save_v=True)
-    return out | {name: scan[name] for name in ("p_v_new", "p_h", "p_h_scale")}
+        return out | {"p_h": residuals.h, "p_h_scale": residuals.h_scale}
+    scan = _scan_forward(call, out, p_sequences, write_o=False, save_h=True, save_v=False)
+    return out | {name: scan[name] for name in ("p_h", "p_h_scale")}
 
 
-def _recompute_kda(call: Call, residuals: Residuals, p_chunks: Any, p_sequences: Any) -> dict[str, Any]:
-    """The same for KDA, and p_v_plain."""
+def _saved_kda(call: Call, residuals: Residuals, p_chunks: Any, p_sequences: Any) -> dict[str, Any]:
+    """The same for KDA, with p_v_new and p_v_plain."""
     h, h_scale = residuals.h, residuals.h_scale
     out = pipeline_kda.recompute(call, residuals, h, h_scale, p_chunks)
     out |= {"p_gate": out["p_decay"], "p_p": residuals.p}
@@ -257,6 +177,9 @@ def _recompute_kda(call: Call, residuals: Residuals, p_chunks: Any, p_sequences:
 def _scan_backward(call: Call, saved: dict[str, Any], do: Any, dfinal: Any, p_sequences: Any) -> dict[str, Any]:
     _, _, _, hv, k, v = call.sizes
     knobs = call.tuning.reverse
+    w_format = call.w_format
+    if w_format != "none" and call.tuning.decode_w:
+        w_format, saved = "none", saved | {"p_w": pipeline_gdn.decode_w(call, saved)}
     bk, width = power_of_two(k), call.width(knobs.bv, v)
     launch = Launch(
         kernel=chunk_state.chunk_state_backward_kernel,
@@ -265,6 +188,7 @@ def _scan_backward(call: Call, saved: dict[str, Any], do: Any, dfinal: Any, p_se
             "p_q": saved["p_qg"],
             "p_k": saved["p_kg"],
             "p_w": saved["p_w"],
+            "p_w_scale": saved.get("p_w_scale", saved["p_w"]),
             "p_p": saved["p_p"],
             "p_g": saved["p_gate"],
             "p_do": do,
@@ -277,90 +201,14 @@ def _scan_backward(call: Call, saved: dict[str, Any], do: Any, dfinal: Any, p_se
             "p_dinitial": call.sequence_states(),
         },
         constants={
-            **call.dims("scale", "T", "NT", "HK", "HV", "K", "V", "BT", "IS_KDA", "IS_PACKED", "PRECISION"),
+            **call.dims("scale", "T", "NT", "HK", "HV", "K", "V", "BT", "IS_KDA", "IS_PACKED"),
+            **call.dims("HARDWARE_FP8", "PRECISION"),
+            "W_FORMAT": w_format,
             "BK": bk,
             "BV": width,
         },
         num_warps=_warps(knobs.warps, bk * width // 64),
         num_stages=call.scan_stages(knobs.stages, width),
-    )
-    return call.run(launch)
-
-
-def _output_backward(call: Call, saved: dict[str, Any], scan: dict[str, Any], do: Any, p_chunks: Any) -> dict[str, Any]:
-    _, _, _, hv, k, v = call.sizes
-    knobs = call.tuning.output_backward
-    launch = Launch(
-        kernel=chunk_output.chunk_output_backward_kernel,
-        grid=call.slots * hv,
-        inputs={
-            "p_q": call.inputs.q,
-            "p_k": call.inputs.k,
-            "p_gsum": saved["p_gsum"],
-            "p_h": saved["p_h"],
-            "p_h_scale": saved["p_h_scale"],
-            "p_dh": scan["p_dh"],
-            "p_v_new": saved["p_v_new"],
-            "p_dv_new": scan["p_dv_new"],
-            "p_do": do,
-            "p_chunks": p_chunks,
-        },
-        outputs={
-            "p_dq": call.by_row(hv, k),
-            "p_dk": call.by_row(hv, k),
-            "p_dw": call.by_row(hv, k),
-            "p_dgsum": call.gate_sums(),
-        },
-        constants={
-            **call.dims("scale", "T", "NT", "H", "HV", "K", "V", "BT", "IS_KDA", "IS_PACKED"),
-            **call.dims("STATE_FORMAT", "TILE_V", "HARDWARE_FP8", "PRECISION"),
-            "BK": call.width(knobs.bk, k),
-            "BV": call.width(knobs.bv, v),
-        },
-        num_warps=knobs.warps,
-        num_stages=knobs.stages,
-    )
-    return call.run(launch)
-
-
-def _intra_backward(
-    call: Call,
-    residuals: Residuals,
-    saved: dict[str, Any],
-    scan: dict[str, Any],
-    outer: dict[str, Any],
-    p_chunks: Any,
-) -> dict[str, Any]:
-    _, _, _, hv, k, v = call.sizes
-    knobs = call.tuning.intra_backward
-    launch = Launch(
-        kernel=intra_chunk.intra_chunk_backward_kernel,
-        grid=call.slots * hv,
-        inputs={
-            "p_k": call.inputs.k,
-            "p_v": call.inputs.v,
-            "p_gsum": saved["p_gsum"],
-            "p_beta": call.inputs.beta,
-            "p_x": residuals.x,
-            "p_dw": outer["p_dw"],
-            "p_dv_new": scan["p_dv_new"],
-            "p_dk_outer": outer["p_dk"],
-            "p_dgsum": outer["p_dgsum"],
-            "p_chunks": p_chunks,
-        },
-        outputs={
-            "p_dk": call.by_row(hv, k),
-            "p_dv": call.by_row(hv, v),
-            "p_dbeta": Buffer((call.rows, hv), dtype_name(call.inputs.beta)),
-            "p_dg": call.gate_sums(),
-        },
-        constants={
-            **call.dims("T", "NT", "H", "HV", "K", "V", "BT", "IS_KDA", "IS_PACKED", "PRECISION"),
-            "BK": call.width(knobs.bk, k),
-            "BV": call.width(knobs.bv, v),
-        },
-        num_warps=knobs.warps,
-        num_stages=knobs.stages,
     )
     return call.run(launch)
 
@@ -389,18 +237,15 @@ def backward(run: Run, inputs: Inputs, residuals: Residuals, do: Any, dfinal: An
     call = Call(run, inputs, options)
     b, t, h, hv, k, v = call.sizes
     p_chunks, p_sequences = _tables(call)
-    saved = (_recompute_kda if call.is_kda else _recompute)(call, residuals, p_chunks, p_sequences)
+    saved = (_saved_kda if call.is_kda else _saved)(call, residuals, p_chunks, p_sequences)
     scan = _scan_backward(call, saved, do, dfinal, p_sequences)
-    if call.is_kda:
-        inner = outer = pipeline_kda.chunk_backward(call, residuals, saved, scan, do, p_chunks)
-    else:
-        outer = _output_backward(call, saved, scan, do, p_chunks)
-        inner = _intra_backward(call, residuals, saved, scan, outer, p_chunks)
+    gate = pipeline_kda if call.is_kda else pipeline_gdn
+    chunk = gate.chunk_backward(call, residuals, saved, scan, do, p_chunks)
     return Gradients(
-        q=_sum_groups(call, outer["p_dq"]).reshape(b, t, h, k),
-        k=_sum_groups(call, inner["p_dk"]).reshape(b, t, h, k),
-        v=inner["p_dv"].reshape(b, t, hv, v),
-        g=inner["p_dg"].reshape(inputs.g.shape),
-        beta=inner["p_dbeta"].reshape(b, t, hv),
+        q=_sum_groups(call, chunk["p_dq"]).reshape(b, t, h, k),
+        k=_sum_groups(call, chunk["p_dk"]).reshape(b, t, h, k),
+        v=chunk["p_dv"].reshape(b, t, hv, v),
+        g=chunk["p_dg"].reshape(inputs.g.shape),
+        beta=chunk["p_dbeta"].reshape(b, t, hv),
         initial_state=scan["p_dinitial"],
     )

@@ -72,6 +72,17 @@ def fake_quantize_rows(b_x, FORMAT: tl.constexpr, HARDWARE_FP8: tl.constexpr):
 
 
 @triton.jit
+def encode_rows(b_x, FORMAT: tl.constexpr, HARDWARE_FP8: tl.constexpr):
+    """(bytes that `decode` reads, scales [BT]) of rows of [BT, BK]."""
+    amax = tl.max(magnitude_bits(b_x), axis=1).to(tl.float32, bitcast=True)
+    s, r = compute_scale(amax, 448.0 if FORMAT == "e4m3" else 127.0)
+    if FORMAT == "e4m3" and HARDWARE_FP8:
+        return (b_x * r[:, None]).to(tl.float8e4nv).to(tl.uint8, bitcast=True), s
+    else:
+        return encode(round_code(b_x * r[:, None], FORMAT, HARDWARE_FP8), FORMAT, HARDWARE_FP8), s
+
+
+@triton.jit
 def encode(code, FORMAT: tl.constexpr, HARDWARE_FP8: tl.constexpr):
     """Eight bits of a code, as uint8: E4M3's own bits, or two's complement (NaN becomes 0: its scale is NaN)."""
     if FORMAT == "int8":

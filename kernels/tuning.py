@@ -23,18 +23,23 @@ class Knobs(NamedTuple):
     stages: int = 2
     bk: int = 64  # columns over K of an inner block, where a kernel cuts K
     bv: int = 64  # columns over V of an inner block; of a program, in the scans
+    registers: int | None = None  # a thread may take: fewer leave room for more programs
 
 
 class Tuning(NamedTuple):
-    """Launch parameters by kernel. split_output: states and v' to memory, and the output from a second kernel."""
+    """Launch parameters by kernel.
+
+    decode_w: a rounded w goes to the reverse scan as values rather than codes, which each of its programs would decode.
+    split_output: states and v' go to memory, and a second kernel forms the output.
+    """
 
     intra: Knobs = Knobs(8, 1)
     recompute: Knobs = Knobs(8, 1)
     state: Knobs = Knobs(4, 2)  # where the state is rounded, bv is the recipe's block_v instead
     reverse: Knobs = Knobs(4, 2, bv=32)
     output: Knobs = Knobs()
-    output_backward: Knobs = Knobs(8, 1)
-    intra_backward: Knobs = Knobs(8, 1)
+    chunk_backward: Knobs = Knobs(4, 1, bk=32, bv=128)
+    decode_w: bool = False
     split_output: bool = False
     kda_pairs: Knobs = Knobs(4, 1, bk=32)
     kda_wy: Knobs = Knobs(4, 1, bv=128)
@@ -56,5 +61,5 @@ def choose(architecture: int, gate: str, rounded: bool, size: str) -> Tuning:
         return Tuning()
     table = json.loads(path.read_text())["tunings"]
     chosen = table[gate]["rounded" if rounded else "plain"][size]
-    by_kernel: dict[str, Any] = {kernel: Knobs(*knobs) for kernel, knobs in chosen.items()}
+    by_kernel: dict[str, Any] = {name: Knobs(*x) if isinstance(x, list) else x for name, x in chosen.items()}
     return Tuning(**by_kernel)

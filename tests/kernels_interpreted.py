@@ -29,8 +29,8 @@ FP8 = DeltaQuant(state=QuantSpec.fp8(block_v=16), w=QuantSpec.fp8())
 FP8_WIDE = DeltaQuant(state=QuantSpec.fp8())
 INT8 = DeltaQuant(state=QuantSpec.int8(block_v=32))
 
-NARROW = Tuning(state=Knobs(bv=16), reverse=Knobs(bv=16))
-SPLIT = Tuning(split_output=True)
+NARROW = Tuning(state=Knobs(bv=16), reverse=Knobs(bv=16), chunk_backward=Knobs(bk=16, bv=16))
+SPLIT = Tuning(split_output=True, decode_w=True)
 
 
 def inputs_of(**changes):
@@ -173,19 +173,23 @@ def test_rounding_and_codes_match_the_contract_bit_for_bit(fmt):
 
 
 @triton.jit
-def inverse_kernel(p_a, p_x):
+def inverse_kernel(p_a, p_x, PRECISION: tl.constexpr):
     o = tl.arange(0, 64)[:, None] * 64 + tl.arange(0, 64)[None, :]
-    tl.store(p_x + o, intra_chunk.unit_lower_inverse(tl.load(p_a + o), "ieee"))
+    tl.store(p_x + o, intra_chunk.unit_lower_inverse(tl.load(p_a + o), PRECISION))
 
 
+@pytest.mark.parametrize("precision, bound", [("ieee", 1e-5), ("tf32", 1e-5), ("float16", 4e-3)])
 @pytest.mark.parametrize("beta", [0.5, 1.0, 1.9])
-def test_inverse_with_correlated_keys(beta):
-    """Nearly equal keys and strong writes, where powers of A blow up and a series for the inverse fails."""
+def test_inverse_with_correlated_keys(beta, precision, bound):
+    """Nearly equal keys and strong writes, where powers of A blow up and a series for the inverse fails.
+
+    The interpreter's TF32 is exact, so it tests the joins from single rows on; float16 rounds like TF32 on a GPU.
+    """
     gen = torch.Generator().manual_seed(1)
     k = torch.nn.functional.normalize(torch.randn(1, 32, generator=gen) + 0.3 * torch.randn(64, 32, generator=gen))
     a = (beta * k @ k.T).tril(-1).contiguous()
     x = torch.full((64, 64), float("nan"))
-    inverse_kernel[(1,)](a, x)
+    inverse_kernel[(1,)](a, x, PRECISION=precision)
     exact = torch.linalg.inv(torch.eye(64, dtype=torch.float64) + a.double())
-    assert oracle.error_ratio(x, exact) < 1e-5
+    assert oracle.error_ratio(x, exact) < bound
     assert (x.triu(1) == 0).all()

@@ -31,7 +31,7 @@ VARIANTS = {
 
 
 OWN_KERNELS = {
-    "gdn": {"intra_chunk_forward", "wy_recompute", "chunk_output_backward", "intra_chunk_backward"},
+    "gdn": {"intra_chunk_forward", "chunk_backward"},
     "kda": {"kda_pairs", "kda_wy", "kda_recompute", "kda_scores_backward", "kda_channels_backward", "kda_dbeta"},
 }
 
@@ -44,6 +44,7 @@ def test_every_kernel_compiles_and_fits(architecture):
     names = {r.name for r in report}
     assert {"chunk_state_forward", "chunk_state_backward"} <= names
     assert OWN_KERNELS[gate] <= names
+    assert ("wy_recompute" in names) == (gate == "gdn" and quant.w is None)  # a rounded w is saved
     assert ("chunk_index" in names) == packed
     assert ("group_sum" in names) == (heads[0] != heads[1])
     for kernel in report:
@@ -64,7 +65,7 @@ def test_tuned_variants_spill_little_on_sm90(gate):
     """Stack bytes a thread of the tuned kernels at K = V = 128 stay within what was there when they were timed."""
     quant = DeltaQuant(state=QuantSpec.fp8(), w=QuantSpec.fp8())
     report = compile_pipeline(90, gate, "bfloat16", quant, key_dim=128, value_dim=128, heads=(16, 16), batch=8)
-    budget = {"gdn": 256, "kda": 1024}[gate]  # KDA's fine levels are functions with frames of their own, rarely called
+    budget = {"gdn": 512, "kda": 1024}[gate]  # KDA's fine levels are functions with frames of their own, rarely called
     assert all(kernel.stack <= budget for kernel in report), [(k.name, k.stack) for k in report]
 
 

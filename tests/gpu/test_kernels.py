@@ -9,6 +9,8 @@ from jlaqat.kernels.call import Options
 from jlaqat.kernels.tuning import Tuning
 from jlaqat.spec import DeltaQuant, QuantSpec
 
+# The first product of a backward thread, in the reference: PyTorch warns that it makes the context itself.
+pytestmark = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
 DEVICE = "cuda"
 HARDWARE = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 PLAIN = DeltaQuant()
