@@ -138,8 +138,7 @@ class _Call(NamedTuple):
         """By the elements that a thread holds of the `states` tiles a program works on."""
         if self.options.warps is not None:
             return self.options.warps
-        narrow = self.granularity in ("tile", "value_row") and self.width <= 32
-        share = 128 if states == 1 and (narrow or self.format == "float32") else 64
+        share = 128 if states == 1 and self.format == "float32" else 64
         return max(1, min(16, states * power_of_two(self.sizes[4]) * self.width // (32 * share)))
 
     @property
