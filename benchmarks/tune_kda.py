@@ -2,8 +2,8 @@
 
     python3 benchmarks/tune_kda.py $OUT/tune_kda.json       about 1 minute on 16 cores and an H200
 
-`tune_kernels.py` writes the table of launch parameters; this says what a limit of registers brings, which the launches
-fix (`pipeline_kda.MAX_REGISTERS`), and what strong gates cost. Written to be read beside docs/kernels.md.
+`tune_kernels.py` writes the table of launch parameters; this tries more of them, among them limits of registers, and
+says what strong gates cost. To be read beside docs/kernels.md.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import torch
 import triton
 from tune_kernels import QUANTS, Recorder, make_inputs, run_once, time_launch
 
-from jlaqat.kernels import pipeline_kda
 from jlaqat.kernels.tuning import Knobs, Tuning
 from jlaqat.torch_bridge.run import torch_run
 
@@ -48,23 +47,16 @@ CHOICES = {
 CASES = [((8, 4096, 16), 1), ((1, 8192, 16), 1), ((8, 4096, 16), 20), ((8, 4096, 16), 60), ((8, 4096, 16), 160)]
 
 
-def variants() -> list[tuple[Tuning, dict[str, int | None]]]:
+def variants() -> list[Tuning]:
     found = []
     for i in range(max(map(len, CHOICES.values()))):
         chosen = {name: choices[i % len(choices)] for name, choices in CHOICES.items()}
-        tuning = Tuning(**{f"kda_{name}": Knobs(*c[:4]) for name, c in chosen.items()})
-        found.append((tuning._replace(state=Knobs(4, 3)), {name: c[4] for name, c in chosen.items()}))
+        found.append(Tuning(state=Knobs(4, 3), **{f"kda_{name}": Knobs(*c) for name, c in chosen.items()}))
     return found
 
 
-def run(runner, inputs, variant):
-    tuning, registers = variant
-    pipeline_kda.MAX_REGISTERS.update(registers)
-    run_once(runner, inputs, QUANTS["state+w fp8"], tuning)
-
-
 def compile_variant(variant):
-    run(torch_run, make_inputs(1, 1024, 16, True), variant)
+    run_once(torch_run, make_inputs(1, 1024, 16, True), QUANTS["state+w fp8"], variant)
     torch.cuda.synchronize()
 
 
@@ -77,7 +69,7 @@ def main(path: str) -> None:
         inputs = inputs._replace(g=inputs.g * factor)
         for variant in variants():
             recorder = Recorder()
-            run(recorder, inputs, variant)
+            run_once(recorder, inputs, QUANTS["state+w fp8"], variant)
             for launch, outputs in recorder.launches:
                 blocks = tuple(launch.constants.get(name) for name in ("BK", "BV"))
                 key = (launch.num_warps, launch.num_stages, *blocks, launch.max_registers)

@@ -43,8 +43,8 @@ CHOICES: dict[str, list] = {
     "reverse": [Knobs(4, 2), Knobs(4, 3), Knobs(4, 3, bv=16), Knobs(4, 3, bv=32), Knobs(4, 2, bv=32)],
     "decode_w": [False, True, True, True, True],  # goes with reverse
     "chunk_backward": [Knobs(4, 1, 32, 128), Knobs(4, 1, 64, 128), Knobs(4, 1), Knobs(4, 1, 32, 64)],
-    "kda_pairs": [Knobs(4, 2, 32), Knobs(4, 1, 32), Knobs(4, 1, 16), Knobs(4, 1)],
-    "kda_wy": [Knobs(4, 1, bv=128), Knobs(4, 1)],
+    "kda_pairs": [Knobs(4, 2, 32, 64, 168), Knobs(4, 1, 32, 64, 168), Knobs(4, 1, 16, 64, 128), Knobs(4, 1, 32)],
+    "kda_wy": [Knobs(4, 1, 64, 128, 168), Knobs(4, 1, bv=128), Knobs(4, 1)],
     "kda_recompute": [Knobs(4, 1, bv=128), Knobs(4, 2), Knobs(4, 1)],
     "kda_scores": [Knobs(4, 1, bv=128), Knobs(4, 2), Knobs(4, 1)],
     "kda_channels": [Knobs(4, 3, 32), Knobs(4, 2, 32), Knobs(4, 1, 32, 128), Knobs(4, 1, 32)],

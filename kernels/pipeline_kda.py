@@ -7,12 +7,10 @@ from typing import Any
 from jlaqat.kernels import chunk_backward_kda, intra_chunk_kda
 from jlaqat.kernels.call import Call, Residuals, power_of_two
 from jlaqat.kernels.launch import UNUSED, Buffer, Launch, dtype_name
+from jlaqat.kernels.tuning import Knobs
 from jlaqat.spec import CHUNK_SIZE
 
 GATE_BLOCK = 64  # channels of a product that sums gates: the forward and the backward share it
-# Registers a thread at most, for inputs of 16 bits: 168 let three programs of 4 warps share a multiprocessor of SM80 to
-# SM100, which on an H200 was worth the spills in the kernels named here.
-MAX_REGISTERS: dict[str, int | None] = {"pairs": 168, "wy": 168}
 
 
 def _warps(base: int, width: int) -> int:
@@ -20,10 +18,10 @@ def _warps(base: int, width: int) -> int:
     return base * max(1, width // 128)
 
 
-def _most_registers(call: Call, kernel: str) -> int | None:
-    """None where more than 4 warps or wider numbers would only spill."""
+def _most_registers(call: Call, knobs: Knobs) -> int | None:
+    """The tuned limit, which more than 4 warps or wider numbers would only turn into spills."""
     narrow = call.dtype != "float32" and call.sizes[4] <= 128
-    return MAX_REGISTERS.get(kernel) if narrow else None
+    return knobs.registers if narrow else None
 
 
 def _channel_stages(call: Call, wanted: int, bk: int, bv: int) -> int:
@@ -54,7 +52,7 @@ def intra_forward(call: Call, p_chunks: Any, save_x: bool) -> dict[str, Any]:
         },
         num_warps=knobs.warps,
         num_stages=knobs.stages,
-        max_registers=_most_registers(call, "pairs"),
+        max_registers=_most_registers(call, knobs),
     )
     out = call.run(pairs)
     knobs = call.tuning.kda_wy
@@ -85,7 +83,7 @@ def intra_forward(call: Call, p_chunks: Any, save_x: bool) -> dict[str, Any]:
         },
         num_warps=_warps(knobs.warps, bk),
         num_stages=knobs.stages,
-        max_registers=_most_registers(call, "wy"),
+        max_registers=_most_registers(call, knobs),
     )
     return {"p_gsum": out["p_gsum"], "p_p": out["p_p"], **call.run(wy)}
 
@@ -136,7 +134,7 @@ def recompute(call: Call, residuals: Residuals, h: Any, h_scale: Any, p_chunks: 
         },
         num_warps=_warps(knobs.warps, bk),
         num_stages=knobs.stages,
-        max_registers=_most_registers(call, "recompute"),
+        max_registers=_most_registers(call, knobs),
     )
     out = call.run(launch)
     if known:
@@ -177,7 +175,7 @@ def chunk_backward(
         },
         num_warps=knobs.warps,
         num_stages=knobs.stages,
-        max_registers=_most_registers(call, "scores"),
+        max_registers=_most_registers(call, knobs),
     )
     out = call.run(scores)
     knobs = call.tuning.kda_channels
@@ -216,7 +214,7 @@ def chunk_backward(
         },
         num_warps=knobs.warps,
         num_stages=_channel_stages(call, knobs.stages, bk, bv),
-        max_registers=_most_registers(call, "channels"),
+        max_registers=_most_registers(call, knobs),
     )
     out |= call.run(channels)
     dbeta = Launch(
