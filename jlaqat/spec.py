@@ -184,7 +184,8 @@ class QuantSpec:
     def experimental(self) -> bool:
         """True for settings outside the kernels' contract: study formats, other granularities, cadences, rounding."""
         default = self.granularity in (None, "tile", "row")
-        return FORMATS[self.format].study or not default or self.cadence != CHUNK_SIZE or self.rounding != "nearest"
+        usual = default and self.cadence == CHUNK_SIZE and self.rounding == "nearest" and not self.decode_only
+        return FORMATS[self.format].study or not usual
 
     def describe(self) -> str:
         """One line for tables: format, granularity and whatever differs from the defaults."""

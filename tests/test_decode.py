@@ -289,6 +289,31 @@ def test_transformations_change_nothing(way):
         assert_same_bits(gradients(scanned), plain)
 
 
+@slow
+def test_shards_of_a_batch_have_the_bits_of_the_whole():
+    policy = DecodePolicy(state=QuantSpec.int8(rounding="stochastic"), mode="replay", window=2)
+    x, state = operands(17, B=2, T=6)
+    mesh = jax.make_mesh((2,), ("b",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def run(x, state, first=0):
+        arrays = QuantArrays(sequence_offset=first)
+        o, carry = jlaqat.delta_rule_decode(**x, state=state, quant=policy, prefix_lengths=2, quant_arrays=arrays)
+        return o, carry.state()
+
+    def shard(x, state):
+        return run(x, state, jax.lax.axis_index("b").astype(jnp.uint32))
+
+    cut = jax.sharding.PartitionSpec("b")
+    mapped = jax.shard_map(shard, mesh=mesh, in_specs=(cut, cut), out_specs=cut)
+    whole = jax.jit(run)(x, state)
+    assert_same_bits(jax.tree.map(np.asarray, jax.jit(mapped)(x, state)), jax.tree.map(np.asarray, whole))
+    laid_out = jax.device_put((x, state), jax.sharding.NamedSharding(mesh, cut))
+    assert_same_bits(jax.tree.map(np.asarray, jax.jit(run)(*laid_out)), jax.tree.map(np.asarray, whole))
+    gradients = [jax.jit(jax.grad(lambda x, f=f: (f(x, state)[0] ** 2).sum()))(x) for f in (run, mapped)]
+    for name in x:
+        assert_close(gradients[1][name], gradients[0][name], 1e-6, f"d{name}")
+
+
 # ---- the carry -------------------------------------------------------------------------------------------------------
 
 
