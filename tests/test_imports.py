@@ -42,7 +42,7 @@ PART_OF: dict[str, str] = {
     "parity_files": "spec",
     **dict.fromkeys(("packing", "pairs", "recurrent", "shards", "sites"), "chunked"),
     **dict.fromkeys(("checks", "observe", "backends"), "ops"),
-    **dict.fromkeys(("decode", "decode_triton"), "ops"),
+    **dict.fromkeys(("decode", "decode_checks", "decode_triton"), "ops"),
     **dict.fromkeys(("decode_carry", "decode_scan", "decode_reference"), "chunked"),
     "decode_policy": "spec",
     "arithmetic": "rounding",
