@@ -209,6 +209,7 @@ def test_without_a_policy_it_is_flas_recurrence(gate):
 # ---- prefixes, packing, padding --------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("compile_quickly")
 def test_packed_sequences_are_sequences_by_themselves():
     cu, prefix = np.array([0, 10, 10, 20], np.int32), np.array([4, 0, 0], np.int32)
     policy = DecodePolicy.preset("serving", window=3)
@@ -243,6 +244,7 @@ def test_a_prefix_runs_in_chunks_and_is_handed_over_once(inside):
     assert np.array_equal(o[:, 70:], o_rest) and np.array_equal(end.values, carry.values)
 
 
+@slow
 def test_a_second_prefix_starts_from_the_state_as_it_stands():
     policy = DecodePolicy.preset("serving", window=4)
     x, state = operands(10, B=2, T=6)

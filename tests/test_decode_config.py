@@ -157,13 +157,18 @@ def run(model, tokens, **bounds):
     return nnx.jit(lambda model, tokens, bounds: model(tokens, **bounds))(model, tokens, bounds)
 
 
+def test_a_model_with_policies_must_know_its_prefixes(model):
+    quantized(model, {"module_name": "*", "cfg": REPLAY})
+    with pytest.raises(ValueError, match=r"quant_cfg\[1\] '\*' set a decode policy.*pass prefix_lengths"):
+        jax.eval_shape(model, np.zeros((2, 12), np.int32))
+
+
+@pytest.mark.slow
 @pytest.mark.usefixtures("compile_quickly")
 def test_a_model_decodes_after_its_prefixes(one_layer):
     model = one_layer
     tokens = np.random.default_rng(0).integers(0, 16, (2, 12)).astype(np.int32)
     quantized(model, {"module_name": "*", "cfg": REPLAY})
-    with pytest.raises(ValueError, match=r"quant_cfg\[1\] '\*' set a decode policy.*pass prefix_lengths"):
-        jax.eval_shape(model, tokens)
     prefix = np.array([8, 5], np.int32)
     exact = run(model, tokens, prefix_lengths=np.array([12, 12], np.int32))
     logits = run(model, tokens, prefix_lengths=prefix)
