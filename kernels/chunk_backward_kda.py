@@ -7,6 +7,10 @@ Since du = dv' and dw = -dv' S^T, the contract's backward shortens to
 where vt = X beta (v - (e^G k) S) is v' of an unrounded w: no product of three [64, 64] matrices, and no dw.
 `kda_scores_backward` forms y, dv, dA and dP, one program a chunk of a value head; `kda_channels_backward` the rest, one
 program a block of channels of that; `kda_dbeta` adds the blocks' parts of dbeta.
+
+A pair's exponent receives what its row gives and its column takes, q_i dq_i - k_j dk_j, formed from two products whose
+16-bit roundings differ. For i = j both are the same number and nothing is left, but where decay is strong it would
+drown all other pairs: so the diagonal of dP stays out of the products, and joins dq and dk after dg is formed.
 """
 
 import triton
@@ -79,7 +83,7 @@ def store_fine_gradients(
     b_dq = tl.zeros([BT, BK], tl.float32)
     b_zr = tl.zeros([BT, BK], tl.float32)
     b_dk = tl.zeros([BT, BK], tl.float32)
-    for level in range(FIRST_FINE + 1):
+    for level in range(1, FIRST_FINE + 1):  # not 0, the diagonal
         b_anchor = load_anchors(p_gsum, row, n_rows, i_hv, i_k, HV, K, level, (1 << level) >> 1, BT, BK)
         b_row = row_factor(b_gsum, b_anchor)
         b_da = load_pairs(p_da, fine_mask(level, BT), row, n_rows, i_hv, HV, BT)
@@ -105,8 +109,9 @@ def kda_scores_backward_kernel(
     p_do,  # [B*T, HV, V]
     p_chunks,
     p_y,  # out: [B*T, HV, V]
-    p_da,  # out: [B*T, HV, 64]
-    p_dp,  # out: [B*T, HV, 64], times scale
+    p_da,  # out: [B*T, HV, 64], below the diagonal
+    p_dp,  # out: [B*T, HV, 64], times scale, below the diagonal
+    p_dp_diagonal,  # out: [B*T, HV] float32, times scale
     p_dv,  # out: [B*T, HV, V]
     p_dbeta_v,  # out: [B*T, HV] float32, sum of y v
     scale,
@@ -147,8 +152,11 @@ def kda_scores_backward_kernel(
         store_rows(p_y, b_y, row, n_rows, i_hv, i_v, HV, V)
         b_vt = load_rows(p_v_plain, row, n_rows, i_hv, i_v, HV, V, BT, BV)
         b_da = tl.dot(b_y, tl.trans(b_vt), acc=b_da, input_precision=PRECISION)
-    store_rows(p_da, tl.where(o_t[:, None] > o_t[None, :], -b_da, 0.0), row, n_rows, i_hv, 0, HV, BT)
-    store_rows(p_dp, tl.where(o_t[:, None] >= o_t[None, :], b_dp * scale, 0.0), row, n_rows, i_hv, 0, HV, BT)
+    m = o_t[:, None] > o_t[None, :]
+    store_rows(p_da, tl.where(m, -b_da, 0.0), row, n_rows, i_hv, 0, HV, BT)
+    store_rows(p_dp, tl.where(m, b_dp * scale, 0.0), row, n_rows, i_hv, 0, HV, BT)
+    b_diagonal = tl.sum(tl.where(o_t[:, None] == o_t[None, :], b_dp, 0.0), axis=1)
+    store_scalars(p_dp_diagonal, b_diagonal * scale, row, n_rows, i_hv, HV)
     store_scalars(p_dbeta_v, b_dbeta, row, n_rows, i_hv, HV)
 
 
@@ -166,6 +174,7 @@ def kda_channels_backward_kernel(
     p_y,  # [B*T, HV, V]
     p_da,  # [B*T, HV, 64]
     p_dp,  # [B*T, HV, 64], times scale
+    p_dp_diagonal,  # [B*T, HV] float32
     p_chunks,
     p_dq,  # out: [B*T, HV, K], one a value head
     p_dk,  # out: [B*T, HV, K], likewise
@@ -274,6 +283,9 @@ def kda_channels_backward_kernel(
         b_dk += load_rows(p_dk, row, n_rows, i_hv, i_k, HV, K, BT, BK)
         b_dg += load_rows(p_dg, row, n_rows, i_hv, i_k, HV, K, BT, BK)
         tl.debug_barrier()  # before they are overwritten
+    b_diagonal = load_scalars(p_dp_diagonal, row, n_rows, i_hv, HV, BT)
+    b_dq += b_diagonal[:, None] * b_k
+    b_dk += b_diagonal[:, None] * b_q
     store_scalars(p_part, b_dbeta, row, n_rows, i_hv, HV)
     store_rows(p_dq, b_dq, row, n_rows, i_hv, i_k, HV, K)
     store_rows(p_dk, b_dk, row, n_rows, i_hv, i_k, HV, K)

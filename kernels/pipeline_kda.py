@@ -166,6 +166,7 @@ def chunk_backward(
             "p_y": call.by_row(hv, v),
             "p_da": call.by_row(hv, CHUNK_SIZE),
             "p_dp": call.by_row(hv, CHUNK_SIZE),
+            "p_dp_diagonal": Buffer((call.rows, hv), "float32"),
             "p_dv": call.by_row(hv, v),
             "p_dbeta_v": Buffer((call.rows, hv), "float32"),
         },
@@ -197,6 +198,7 @@ def chunk_backward(
             "p_y": out["p_y"],
             "p_da": out["p_da"],
             "p_dp": out["p_dp"],
+            "p_dp_diagonal": out["p_dp_diagonal"],
             "p_chunks": p_chunks,
         },
         outputs={

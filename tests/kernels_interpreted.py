@@ -193,3 +193,11 @@ def test_inverse_with_correlated_keys(beta, precision, bound):
     exact = torch.linalg.inv(torch.eye(64, dtype=torch.float64) + a.double())
     assert oracle.error_ratio(x, exact) < bound
     assert (x.triu(1) == 0).all()
+
+
+@GATES
+def test_gate_gradients_under_strong_decay(kda):
+    """At e^-5 a token a gate's gradient is a thousandth of the terms that cancel in it if i = j is not left out."""
+    q, k, v, g, beta, state = inputs_of(kda=kda, t=32)
+    inputs = (q, k, v, torch.full_like(g, -5.0), beta, state)
+    check(run_both(inputs, PLAIN, torch.float16, tuning=NARROW), torch.float16)
