@@ -213,7 +213,13 @@ def test_symmetry_and_powers_of_two(seed, exponent, case):
 @settings(deadline=None, max_examples=60)
 @given(seed=st.integers(0, 2**32 - 1), low=st.floats(-126, 120), case=st.sampled_from(BITWISE_IDEMPOTENT))
 def test_rounding_twice_changes_nothing(seed, low, case):
-    """Bitwise, at any magnitude that float32 has: the scale found again is the scale that was used."""
+    """Bitwise, at any magnitude that float32 has: the scale found again is the scale that was used.
+
+    Save one place: where an MX block's scale is the least normal number, its amax may round down to what the next lower
+    scale would hold. That one is subnormal, so it counts as 1 by contract, and the second rounding gives zeros.
+    """
+    if FORMATS[case[1].format].block:
+        low = max(low, -114.0)
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((2, 2, K, V)) * np.exp2(rng.uniform(low, min(low + 60, 124), (2, 2, 1, V)))
     once = np.asarray(jitted[case](np.clip(x, -3e38, 3e38).astype(np.float32)))
