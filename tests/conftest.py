@@ -18,8 +18,14 @@ def strict_promotion():
 
 
 @pytest.fixture(scope="module")
-def compile_quickly(tmp_path_factory):
-    """For tests that run a program a few times: compiled without optimisations, and repeated ones from a cache."""
+def compile_quickly(request, tmp_path_factory):
+    """For tests that run a program a few times: compiled without optimisations, and repeated ones from a cache.
+
+    Slow tests are compiled as users' programs are.
+    """
+    if request.config.getoption("-m") == "slow":
+        yield
+        return
     from jax.experimental.compilation_cache import compilation_cache
 
     jax.config.update("jax_disable_most_optimizations", True)

@@ -30,7 +30,7 @@ SPECS = {
 
 
 def tokens_of(kda, seed=3, dtype=torch.float32, **sizes):
-    shapes = dict(b=2, t=5, h=1, hv=2, dk=12, dv=40) | sizes
+    shapes = dict(b=1, t=5, h=1, hv=2, dk=12, dv=40) | sizes
     q, k, v, g, beta, state = oracle.make_inputs(seed, kda=kda, **shapes)
     q, k, v, beta = (x.to(dtype) for x in (q, k, v, beta))
     return pipeline.Tokens(q, k, v, g.float(), beta), state.float()

@@ -30,6 +30,8 @@ from jlaqat.spec import DeltaQuant, QuantConfigError, QuantSpec
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import tiny_quantized as tiny
 
+pytestmark = pytest.mark.usefixtures("compile_quickly")
+
 FP8 = {"num_bits": "e4m3"}
 STATIC = [{"quantizer_name": "*_state_quantizer", "cfg": {**FP8, "type": "static", "block_v": 16}}]
 STATE, SECOND = "layers.0.mixer.gdn_state_quantizer", "layers.1.mixer.gdn_state_quantizer"

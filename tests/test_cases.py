@@ -16,6 +16,8 @@ from jlaqat.rounding import fake_quantize
 from jlaqat.spec import DeltaQuant, QuantSpec
 from jlaqat.testing import assert_close, error_ratio, make_inputs
 
+pytestmark = pytest.mark.usefixtures("compile_quickly")
+
 BACKENDS = ["reference", "xla"]
 GATES = ["gdn", "kda"]
 GRADIENTS = ("q", "k", "v", "g", "beta", "initial_state")

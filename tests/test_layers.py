@@ -14,6 +14,8 @@ from jlaqat.quantizers import disable_quantizer, quantize, strip_quantizers
 from jlaqat.testing import assert_close
 from jlaqat.weights import fla_state_dict, load_fla_state_dict
 
+pytestmark = pytest.mark.usefixtures("compile_quickly")
+
 D, T = 24, 70  # a whole chunk and a part of one
 QUICK = {"xla_backend_optimization_level": 0}  # compiling is what these tests spend their time on
 SIZES = {"head_dim": 8, "num_heads": 2, "num_v_heads": 4, "expand_v": 1.5}

@@ -17,6 +17,8 @@ from jlaqat.layers import GatedDeltaNet, KimiDeltaAttention
 from jlaqat.testing import error_ratio
 from jlaqat.weights import fla_state_dict, load_fla_state_dict
 
+pytestmark = pytest.mark.usefixtures("compile_quickly")
+
 torch = pytest.importorskip("torch")
 with warnings.catch_warnings():  # FLA warns that there is no GPU
     warnings.simplefilter("ignore")

@@ -17,6 +17,8 @@ from jlaqat.quantizers import Quantizer, QuantizerVariable, disable_quantizer, q
 from jlaqat.testing import assert_close
 from jlaqat.weights import fla_state_dict, load_fla_state_dict
 
+pytestmark = pytest.mark.usefixtures("compile_quickly")
+
 DOCS = pathlib.Path(__file__).resolve().parents[1] / "docs"
 T = 70  # a whole chunk and a part of one
 QUICK = {"xla_backend_optimization_level": 0}  # compiling is what these tests spend their time on

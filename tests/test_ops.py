@@ -13,7 +13,7 @@ from jlaqat.rounding import fake_quantize
 from jlaqat.spec import DeltaQuant, QuantArrays, QuantSpec
 from jlaqat.testing import assert_close, error_ratio, make_inputs
 
-pytestmark = pytest.mark.usefixtures("strict_promotion")
+pytestmark = pytest.mark.usefixtures("strict_promotion", "compile_quickly")
 CU_SEQLENS = np.array([0, 0, 64, 70, 70, 134], np.int32)  # empty, whole, partial, empty, whole; 6 tokens beyond
 SIZES = dict(H=1, HV=2, K=12, V=20)
 BATCH, PACKED = dict(B=2, T=75, **SIZES), dict(T=140, num_sequences=5, **SIZES)

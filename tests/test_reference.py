@@ -10,6 +10,8 @@ from jlaqat.rounding import fake_quantize
 from jlaqat.spec import DeltaQuant, QuantArrays, QuantSpec
 from jlaqat.testing import assert_close, error_ratio, make_inputs
 
+pytestmark = pytest.mark.usefixtures("compile_quickly")
+
 NAMES = ("q", "k", "v", "g", "beta", "initial_state")
 PACKED = np.array([0, 64, 64, 75], np.int32)
 LAYOUTS = {

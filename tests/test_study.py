@@ -26,6 +26,8 @@ from jlaqat.study_head import DeltaHead, HeadConfig
 from jlaqat.study_report import print_report, study_table
 from jlaqat.train_step import create_train_state, make_train_step
 
+pytestmark = pytest.mark.usefixtures("compile_quickly")
+
 MODEL = ModelConfig(
     input_size=9,
     output_size=1,
