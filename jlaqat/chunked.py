@@ -19,7 +19,17 @@ import jax.numpy as jnp
 
 from jlaqat import sites
 from jlaqat.arithmetic import materialize, traced_for_cpu
-from jlaqat.packing import Layout, States, fill_chunks, from_blocks, from_rows, in_blocks, make_layout, to_chunks
+from jlaqat.packing import (
+    Layout,
+    States,
+    fill_chunks,
+    from_blocks,
+    from_rows,
+    in_blocks,
+    make_layout,
+    num_chunks,
+    to_chunks,
+)
 from jlaqat.pairs import (
     lower,
     matmul,
@@ -227,8 +237,7 @@ def layout_of(inputs: Inputs, cu_seqlens: Array | None) -> tuple[Layout, Layout]
     arithmetic on them; elsewhere it is the whole call. No bit depends on it.
     """
     (B, T), heads = inputs.k.shape[:2], inputs.v.shape[2]
-    whole = make_layout(B, T, cu_seqlens)
-    n, b = whole.valid.shape[:2]
+    n, b = num_chunks(T, cu_seqlens), B  # packed sequences have B = 1
     size = max(1, BLOCK_MATRICES // (b * heads)) if traced_for_cpu() else n
     size = -(-n // -(-n // size))  # blocks of like sizes
     layout = make_layout(B, T, cu_seqlens, multiple=size)

@@ -51,9 +51,16 @@ def max_chunks(num_tokens: int, num_sequences: int) -> int:
     return (num_tokens + (CHUNK_SIZE - 1) * filled) // CHUNK_SIZE
 
 
+def num_chunks(num_tokens: int, cu_seqlens: jax.Array | None) -> int:
+    """n of a call: known before anything is traced."""
+    if cu_seqlens is None:
+        return -(-num_tokens // CHUNK_SIZE)
+    return max_chunks(num_tokens, cu_seqlens.shape[0] - 1)
+
+
 def batch_layout(batch: int, num_tokens: int, multiple: int = 1) -> Layout:
     """The layout of `batch` sequences of `num_tokens` tokens each; n a multiple of `multiple`."""
-    n = _round_up(-(-num_tokens // CHUNK_SIZE), multiple)
+    n = _round_up(num_chunks(num_tokens, None), multiple)
     position = np.arange(n, dtype=np.int32)[:, None] * CHUNK_SIZE
     valid = position[..., None] + np.arange(CHUNK_SIZE) < num_tokens
     return Layout(
@@ -71,7 +78,7 @@ def packed_layout(cu_seqlens: jax.Array, num_tokens: int, multiple: int = 1) -> 
     last = jnp.cumsum((lengths + CHUNK_SIZE - 1) // CHUNK_SIZE, dtype=jnp.int32)  # one past each sequence's last chunk
     first = jnp.concatenate([jnp.zeros(1, jnp.int32), last])  # [N + 1]
 
-    n = _round_up(max_chunks(num_tokens, num_sequences), multiple)
+    n = _round_up(num_chunks(num_tokens, cu_seqlens), multiple)
     chunk = jnp.arange(n, dtype=jnp.int32)
     sequence = jnp.searchsorted(last, chunk, side="right").astype(jnp.int32)  # N past the last chunk
     owner = jnp.minimum(sequence, num_sequences - 1)
