@@ -26,7 +26,10 @@ Array = jax.Array
 
 
 def why_not(policy: DecodePolicy, key_dim: int, span: Span, dtype: Any) -> str | None:
-    """The reason why the kernels cannot decode so, as the end of a sentence; None where they can."""
+    """The reason why the kernels cannot decode so, as the end of a sentence; None where they can.
+
+    key_dim: K. span: which tokens are decoded; all None where sequences start and end together. dtype: of the inputs.
+    """
     reason = triton_backend.cannot_run()
     if reason is not None:
         return reason

@@ -1,7 +1,7 @@
 """Launches of the recurrence: tokens forward, and backward over a segment. Shapes and the maths: docs/decode.md.
 
-    out = forward(run, Tokens(q, k, v, g, beta), state, spec)
-    gradients = backward(run, Tokens(...), state, out.saved, do, d_leaving, spec)
+    out = forward(run, Tokens(q, k, v, g, beta), state, options, stride=1)
+    gradients = backward(run, Tokens(...), state, out.saved, do, d_leaving, options)
 
 The backward wants the states after every token (`stride=1`), so a caller goes through long sequences in segments: a
 forward that saves a state every so many tokens, then, from the last segment to the first, a forward again from the
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from jlaqat.kernels import chunk_output, recurrent
 from jlaqat.kernels.call import UnsupportedByKernels, power_of_two
-from jlaqat.kernels.launch import Buffer, Launch, Run
+from jlaqat.kernels.launch import UNUSED, Buffer, Launch, Run, dtype_name
 from jlaqat.spec import QuantSpec, fit_to_site
 
 KEY_ROW = 32  # values that share a scale under "key_row"
@@ -33,12 +33,15 @@ class Tokens(NamedTuple):
 
 
 class State(NamedTuple):
-    """States as they are kept: [N, slots, HV, K, V] or [N, HV, K, V]."""
+    """States as they are kept: [N, slots, HV, K, V] or [N, HV, K, V].
 
-    values: Any  # uint8 codes (E4M3's bits, or INT8 in two's complement), bfloat16, float16 or float32
-    scale: (
-        Any | None
-    )  # float32: tile [..., HV, ceil(V / block_v)], key_row [..., HV, K, ceil(V / 32)], value_row [..., V]
+    values: uint8 codes (E4M3's bits, or INT8 in two's complement), bfloat16, float16 or float32.
+    scale: float32 [..., HV, ceil(V / block_v)] (tile), [..., HV, K, ceil(V / 32)] (key_row), [..., HV, V] (value_row);
+      None where values are no codes.
+    """
+
+    values: Any
+    scale: Any | None
 
 
 class Output(NamedTuple):
@@ -174,7 +177,7 @@ class _Call(NamedTuple):
         dtype = "uint8" if self.coded else self.format
         scale = {"tile": (self.programs_v,), "key_row": (k, self.programs_v), "value_row": (v,)}.get(self.granularity)
         values = Buffer((*leading, hv, k, v), dtype)
-        return values, Buffer((*leading, hv, *scale) if scale else (1,), "float32")
+        return values, Buffer((*leading, hv, *scale), "float32") if scale else UNUSED
 
     def state_of(self, values: Any, scale: Any) -> State:
         return State(values, scale if self.coded else None)
@@ -192,19 +195,21 @@ def forward(
     """The tokens in order, from `state`. slot: (how many states a sequence has in it, which of them enters).
 
     stride: save the state after every so many tokens; None saves none.
+
+    Raises UnsupportedByKernels for what `why_not` names, before any launch; `backward` likewise.
     """
     call = _Call(tokens, options)
-    n, t, _, hv, _, v = call.sizes
+    n, t, _, hv, _, _ = call.sizes
     _check(call)
     slots = t // stride if stride else 0
     values, scales = call.kept(n)
-    saved, saved_scales = call.kept(n, slots) if slots else (Buffer((1,), "float32"), Buffer((1,), "float32"))
+    saved, saved_scales = call.kept(n, slots) if slots else (UNUSED, UNUSED)
     launch = Launch(
         kernel=recurrent.recurrent_forward_kernel,
         grid=n * hv * call.programs_v,
         inputs=call.inputs(state),
         outputs={
-            "p_o": Buffer(tuple(tokens.v.shape), str(tokens.v.dtype).removeprefix("torch.")),
+            "p_o": Buffer(tuple(tokens.v.shape), dtype_name(tokens.v)),
             "p_values_out": values,
             "p_scale_out": scales,
             "p_saved": saved,
