@@ -1,150 +1,147 @@
-"""Times the delta rule, forward and forward + backward, on one GPU: our Triton and XLA backends, and jla, through JAX.
+"""Times the delta rule, forward and forward + backward, on one GPU: ours, jla and FLA, as docs/performance.md shows it.
 
-    python3 benchmarks/bench_kernels.py --out benchmarks/results/h200.json [--backends triton,jla] [--shapes 8x4096x16]
+    python3 benchmarks/bench_kernels.py --jobs 14                        # everything: targets, matrix, sweep over T
+    python3 benchmarks/bench_kernels.py --stages targets --gates gdn     # a part; rows that are there are skipped
+    python3 benchmarks/bench_kernels.py --shapes 2x4096x8 --quants plain # other shapes: BxTxH, BxTxHxD, BxTx16g32xD
 
-Every row: 20 calls queued, then waited for, per call; the median, least and most of 7 such blocks. Inputs and
-cotangents are random, bfloat16, K = V = 128 unless the shape says BxTxHxD.
+`ms` is device time by the profiler: the time in which a kernel, copy or fill of the call runs, of 15 queued calls the
+median, least and most. `queued_ms` is the host's clock over 20 queued calls. Rows go to --out one by one; a run that is
+cut short, or has a --budget, is called again and takes the rest. With --jobs, processes compile side by side and wait
+for each other before they time, one at a time, alone on the GPU.
+
+Needs jax-triton, jax-linear-attention (jla) and, for FLA, torch and fla-core; launch parameters of FLA come from
+benchmarks/fla_configs (fla_configs.py), since its own search takes minutes. A call that a backend refuses is a row with
+the error.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import functools
-import importlib.metadata
-import json
 import os
-import statistics
+import subprocess
+import sys
 import time
+from pathlib import Path
 
-import jax
-import jax.numpy as jnp
+import device_time
+import kernel_rows
+from kernel_rows import Row
 
-from jlaqat.chunked import Inputs, delta_rule_chunked
-from jlaqat.spec import DeltaQuant, QuantArrays, QuantSpec
-from jlaqat.triton_backend import delta_rule_triton
-
-QUANTS = {
-    "plain": DeltaQuant(),
-    "state fp8": DeltaQuant(state=QuantSpec.fp8()),
-    "state+w fp8": DeltaQuant(state=QuantSpec.fp8(), w=QuantSpec.fp8()),
-    "state int8": DeltaQuant(state=QuantSpec.int8()),
-}
-QUEUED, BLOCKS = 20, 7
+RESULTS = Path(__file__).parent / "results" / "performance_h200.json"
+GPU_BYTES = 140e9
+COMPILE_SHARE = 0.6  # of the budget
 
 
-def make_inputs(shape: str, gate: str, dtype=jnp.bfloat16) -> Inputs:
-    """Random inputs of a shape BxTxH or BxTxHxD; H may be "16g32" for grouped value heads."""
-    sizes = shape.split("x")
-    b, t, d = int(sizes[0]), int(sizes[1]), int(sizes[3]) if len(sizes) > 3 else 128
-    h, _, hv = sizes[2].partition("g")
-    h, hv = int(h), int(hv or h)
-    keys = jax.random.split(jax.random.key(0), 5)
-
-    def unit(x):
-        return x * jax.lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + 1e-6)
-
-    @jax.jit
-    def make():
-        q, k = (unit(jax.random.normal(key, (b, t, h, d))).astype(dtype) for key in keys[:2])
-        v = jax.random.normal(keys[2], (b, t, hv, d)).astype(dtype)
-        g = -0.05 * jnp.abs(jax.random.normal(keys[3], (b, t, hv, d) if gate == "kda" else (b, t, hv)))
-        beta = jax.nn.sigmoid(jax.random.normal(keys[4], (b, t, hv))).astype(dtype)
-        return Inputs(q, k, v, g, beta, None)
-
-    return make()
-
-
-def operation(backend: str, gate: str, quant: DeltaQuant, scale: float):
-    """(o, final state or None) of `Inputs`."""
-    if backend == "triton":
-        return lambda x: delta_rule_triton(x, None, quant, scale)
-    if backend == "xla":
-        return lambda x: delta_rule_chunked(x, None, quant, QuantArrays(), scale)
-    import jla.ops
-
-    kind = {"gdn": "gated_deltanet", "kda": "kda"}[gate]
-    return lambda x: jla.ops.linear_attention(kind, *x[:3], impl="mosaic_gpu", g=x.g, beta=x.beta, scale=scale)
-
-
-def measure(function, *args) -> dict[str, float]:
-    began = time.perf_counter()
-    compiled = jax.jit(function).lower(*args).compile()
-    compile_s = time.perf_counter() - began
-    jax.block_until_ready(compiled(*args))
-    times = []
-    for _ in range(BLOCKS):
-        start = time.perf_counter()
-        for _ in range(QUEUED):
-            out = compiled(*args)
-        jax.block_until_ready(out)
-        times.append((time.perf_counter() - start) / QUEUED * 1e3)
-    memory = compiled.memory_analysis()
-    return {
-        "ms": round(statistics.median(times), 4),
-        "ms_min": round(min(times), 4),
-        "ms_max": round(max(times), 4),
-        "compile_s": round(compile_s, 2),
-        "temporary_bytes": memory.temp_size_in_bytes if memory else None,
+def planned(args: argparse.Namespace, stage: str | None, done: set[Row]) -> list[Row]:
+    """The rows of a stage, or of --shapes, that were asked for, without those that are there."""
+    if stage is None:
+        quants = {backend: kernel_rows.QUANTS_OF[backend] for backend in kernel_rows.BACKENDS}
+        rows = kernel_rows.rows_of(args.shapes.split(","), quants, kernel_rows.PASSES)
+    else:
+        rows = kernel_rows.STAGES[stage]()
+    kept = {
+        "backend": args.backends,
+        "gate": args.gates,
+        "quant": args.quants,
+        "direction": args.passes,
     }
+    present = set() if args.again else set(map(kernel_rows.identity, kernel_rows.load(args.out)))
+    return [
+        row
+        for row in rows
+        if row not in done
+        and all(getattr(row, name) in chosen.split(",") for name, chosen in kept.items())
+        and kernel_rows.identity(row.fields()) not in present
+    ]
 
 
-def versions() -> dict[str, str]:
-    found = {}
-    for name in ("jax", "jax-triton", "triton", "jax-linear-attention"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            import triton
+def measure(rows: list[Row], out: Path, jobs: int, deadline: float) -> None:
+    """Compiles all rows, then times them, in this process. Rows that come too late are left for another run."""
+    import kernel_calls
 
-            found[name] = triton.__version__ if name == "triton" else "absent"
-    return found
+    began, prepared = time.monotonic(), []
+    with device_time.gpu_lock(exclusive=False):
+        for row in rows:
+            if time.monotonic() - began > COMPILE_SHARE * (deadline - began):
+                break
+            try:
+                prepared.append((row, kernel_calls.prepare(row)))
+            except Exception as error:  # a peer that refuses a shape is a row that says so
+                prepared.append((row, error))
+    about = {"machine": machine_name(rows[0].backend), "date": str(datetime.date.today())}
+    for row, call in prepared:
+        with device_time.gpu_lock(exclusive=True):
+            if time.monotonic() > deadline:
+                break
+            try:
+                if isinstance(call, Exception):
+                    raise call
+                found = call.measure() | {"versions": kernel_calls.version_of(*call.packages), "compiling": jobs}
+            except Exception as error:
+                found = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+            row_found = row.fields() | found | about
+            kernel_rows.append(out, row_found)
+        shown = {k: v for k, v in row_found.items() if k in ("ms", "ms_min", "queued_ms", "compile_s", "error")}
+        print(*row.fields().values(), *(f"{k}={v}" for k, v in shown.items()), flush=True)
 
 
-def rows(args):
-    for shape in args.shapes.split(","):
-        for gate in args.gates.split(","):
-            inputs = make_inputs(shape, gate)
-            do = jax.random.normal(jax.random.key(1), inputs.v.shape).astype(inputs.v.dtype)
-            for backend in args.backends.split(","):
-                for quant in args.quants.split(",") if backend != "jla" else ["plain"]:
-                    op = operation(backend, gate, QUANTS[quant], inputs.q.shape[-1] ** -0.5)
+def machine_name(backend: str) -> str:
+    if backend == "fla":
+        import torch
 
-                    def both(x, do, op=op):
-                        o, pull = jax.vjp(lambda x: op(x)[0], x)
-                        return o, pull(do)
+        return torch.cuda.get_device_name()
+    import jax
 
-                    for label, call in (
-                        ("fwd", functools.partial(measure, op, inputs)),
-                        ("fwd+bwd", functools.partial(measure, both, inputs, do)),
-                    ):
-                        row = dict(gate=gate, quant=quant, shape=shape, backend=backend, dtype="bfloat16")
-                        row["pass"] = label
-                        try:
-                            row |= call()
-                        except Exception as error:  # a peer that refuses a shape is a row that says so
-                            row["error"] = f"{type(error).__name__}: {str(error)[:200]}"
-                        print(*(f"{k}={v}" for k, v in row.items() if k != "dtype"), flush=True)
-                        yield row
+    return jax.devices()[0].device_kind
+
+
+def run_in_processes(rows: list[Row], args: argparse.Namespace, deadline: float) -> None:
+    shares = kernel_rows.spread(rows, args.jobs)
+    workers = []
+    for share in shares:
+        # Memory is set aside as JAX does for its users, who have one process.
+        fraction = min(0.4, max(0.03, max(row.memory for row in share) / GPU_BYTES))
+        memory = {"XLA_PYTHON_CLIENT_PREALLOCATE": "true", "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{fraction:.3f}"}
+        command = [sys.executable, __file__, "--worker", "--out", str(args.out), "--jobs", str(len(shares))]
+        command += ["--budget", str(max(1.0, deadline - time.monotonic()))]
+        worker = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, env=os.environ | memory)
+        assert worker.stdin is not None
+        worker.stdin.write("\n".join(row.text() for row in share))
+        worker.stdin.close()
+        workers.append(worker)
+    for worker in workers:
+        worker.wait()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", required=True, help="JSON file; rows are appended")
-    parser.add_argument("--backends", default="triton,jla")
-    parser.add_argument("--shapes", default="8x4096x16,1x8192x16")
-    parser.add_argument("--gates", default="gdn,kda")
-    parser.add_argument("--quants", default=",".join(QUANTS))
+    parser.add_argument("--out", type=Path, default=RESULTS, help="JSON file; rows are added to it")
+    parser.add_argument("--stages", default=",".join(kernel_rows.STAGES), help="of targets, matrix, sweep")
+    parser.add_argument("--shapes", help="these shapes instead of the stages'")
+    parser.add_argument("--backends", default=",".join(kernel_rows.BACKENDS))
+    parser.add_argument("--gates", default=",".join(kernel_rows.GATES))
+    parser.add_argument("--quants", default=",".join(kernel_rows.QUANTS))
+    parser.add_argument("--passes", default=",".join(kernel_rows.PASSES))
+    parser.add_argument("--again", action="store_true", help="measure rows that are there too, and replace them")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that compile side by side")
+    parser.add_argument("--budget", type=float, default=3600, help="seconds; what does not fit is left out")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    about = {"machine": jax.devices()[0].device_kind, "date": str(datetime.date.today()), "versions": versions()}
-    found = []
-    if os.path.exists(args.out):
-        with open(args.out) as f:
-            found = json.load(f)
-    for row in rows(args):
-        found.append(row | about)
-        with open(args.out, "w") as f:  # after each row: a run that is cut short keeps what it measured
-            json.dump(found, f, indent=1)
+    deadline = time.monotonic() + args.budget
+    os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)  # compile times are those of a first call
+    if args.worker:
+        return measure([Row.parse(line) for line in sys.stdin.read().splitlines()], args.out, args.jobs, deadline)
+    done: set[Row] = set()
+    for stage in [None] if args.shapes else args.stages.split(","):
+        rows = planned(args, stage, done)
+        print(f"{stage or args.shapes}: {len(rows)} rows", flush=True)
+        if rows:
+            run_in_processes(rows, args, deadline)
+        done.update(rows)  # with --again, the targets are not measured once more as rows of the matrix
+    present = set(map(kernel_rows.identity, kernel_rows.load(args.out)))
+    missing = sum(kernel_rows.identity(row.fields()) not in present for row in done)
+    print(f"{args.out}: {missing} of {len(done)} rows are still missing")
 
 
 if __name__ == "__main__":

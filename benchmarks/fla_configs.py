@@ -1,0 +1,111 @@
+"""Finds FLA's launch parameters once, so that its rows of the benchmark need no search of minutes.
+
+    python3 benchmarks/fla_configs.py --jobs 14 [--shapes 8x4096x16,1x32768x32] [--gates gdn,kda]
+
+Processes compile FLA's configurations side by side, each its share of them (Triton's cache on disk is shared). Then one
+process per gate and shape runs FLA's own search, whose compiling is done. What it chose goes to benchmarks/fla_configs,
+in the format that FLA reads (FLA_CONFIG_DIR), where sequence lengths are not part of the key.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import device_time
+from kernel_rows import GATES, Row
+
+FOLDER = Path(__file__).parent / "fla_configs"
+# One shape a class: numbers of heads and head sizes are what FLA's keys hold.
+SHAPES = ("8x4096x16", "1x32768x32", "1x8192x16g32", "8x4096x16x64", "4x4096x8x256")
+
+
+def search(gate: str, shape: str, shard: int, shards: int) -> None:
+    """Runs forward and backward. shards > 1: compiles its share of the configurations only and times none."""
+    os.environ["FLA_CACHE_MODE"], os.environ["FLA_CACHE_RESULTS"] = "disabled", "0"
+    from triton.runtime.autotuner import Autotuner
+
+    if shards > 1:
+        counter = itertools.count()
+        bench = Autotuner._bench
+
+        def once(self: Any, *args: Any, config: Any, **meta: Any) -> list[float]:
+            if next(counter) % shards != shard:
+                return [float("inf")] * 3
+            self.do_bench = lambda kernel_call, quantiles: [kernel_call() or 1.0] * 3
+            return bench(self, *args, config=config, **meta)
+
+        Autotuner._bench = once
+    import kernel_calls
+
+    call = kernel_calls.FlaCall(Row("fla", gate, shape, "plain", "fwd+bwd"))
+    if shards == 1:
+        save(call)
+
+
+def save(_: Any) -> None:
+    """Adds what this process's tuners chose to the files of their kernels."""
+    import triton
+    from fla.ops.utils.cache import AutotuneKey, CachedAutotuner
+
+    FOLDER.mkdir(exist_ok=True)
+    for tuner in (x for x in gc.get_objects() if isinstance(x, CachedAutotuner)):
+        if not tuner.cache:
+            continue
+        path = FOLDER / f"{tuner.kernel_name}.json"
+        known = json.loads(path.read_text()) if path.exists() else {"autotune_entries": {}}
+        for key, config in tuner.cache.items():
+            chosen = {
+                "kwargs": config.kwargs,
+                "num_warps": config.num_warps,
+                "num_stages": config.num_stages,
+                "num_ctas": config.num_ctas,
+                "maxnreg": config.maxnreg,
+            }
+            entry = {"autotune_key": AutotuneKey.normalize_autotune_key(key), "config": chosen}
+            known["autotune_entries"][AutotuneKey.key_hash(key)] = entry
+        head = {"kernel_name": tuner.kernel_name, "triton_version": triton.__version__}
+        path.write_text(json.dumps(head | known, indent=1, sort_keys=True) + "\n")
+
+
+def run(jobs: list[tuple[str, str, int, int]]) -> None:
+    workers = [
+        subprocess.Popen([sys.executable, __file__, "--worker", gate, shape, str(shard), str(shards)])
+        for gate, shape, shard, shards in jobs
+    ]
+    for worker in workers:
+        worker.wait()
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--worker"]:
+        gate, shape, shard, shards = sys.argv[2:]
+        alone = shards == "1"
+        if alone:
+            with device_time.gpu_lock(exclusive=True):
+                return search(gate, shape, 0, 1)
+        return search(gate, shape, int(shard), int(shards))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gates", default=",".join(GATES))
+    parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    args = parser.parse_args()
+    wanted = list(itertools.product(args.gates.split(","), args.shapes.split(",")))
+    shards = max(2, args.jobs // len(wanted))
+    start = time.monotonic()
+    run([(gate, shape, shard, shards) for gate, shape in wanted for shard in range(shards)])
+    print(f"compiled after {time.monotonic() - start:.0f} s", flush=True)
+    run([(gate, shape, 0, 1) for gate, shape in wanted])
+    print(f"searched after {time.monotonic() - start:.0f} s: {len(list(FOLDER.glob('*.json')))} kernels in {FOLDER}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""compute-sanitizer's memcheck and racecheck on a small run of every kernel.
+
+    python3 tests/gpu/sanitize.py [--runs gdn-fp8,kda-fp8] [--tools memcheck,racecheck] [--log FOLDER]
+
+Calls of two or three chunks run in processes of their own: first without the tool, which compiles, then under each.
+Prints a table of kernels with the errors that a report names, and each process's own summary. Exit status 1 if there is
+an error, if a kernel of jlaqat.kernels was launched by no run, or if memcheck misses the error that the run "planted"
+makes on purpose.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import importlib
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parents[1]
+RUNS = ("gdn-plain", "gdn-fp8", "gdn-int8", "gdn-split", "kda-plain", "kda-fp8", "kda-int8", "kda-split", "decode")
+PLANTED = "planted"
+LAUNCHED = "launched: "
+SUMMARY = re.compile(r"(ERROR SUMMARY: \d+ error|RACECHECK SUMMARY: \d+ hazards? displayed \(\d+ error).*")
+
+
+def run_here(name: str) -> None:
+    """Launches the kernels of one run and prints their names."""
+    import kernel_oracle as oracle
+    import torch
+    from kernel_checks import cast
+
+    from jlaqat.kernels import pipeline
+    from jlaqat.kernels.call import options_for
+    from jlaqat.kernels.tuning import Tuning
+    from jlaqat.spec import DeltaQuant, QuantSpec
+    from jlaqat.torch_bridge.run import torch_run
+
+    if name == PLANTED:
+        return planted()
+    launched: set[str] = set()
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # through the interpreter: to try this script
+
+    def run(launch):
+        launched.add(launch.name)
+        return torch_run(launch)
+
+    if name == "decode":
+        decode(run, device)
+    else:
+        gate, setting = name.split("-")
+        fp8 = DeltaQuant(state=QuantSpec.fp8(), w=QuantSpec.fp8())
+        int8 = DeltaQuant(state=QuantSpec.int8(block_v=32))
+        quant = {"plain": DeltaQuant(), "int8": int8}.get(setting, fp8)
+        major, minor = torch.cuda.get_device_capability() if device == "cuda" else (9, 0)
+        split = dict(save_states=False, tuning=Tuning(split_output=True)) if setting == "split" else {}
+        options = options_for(10 * major + minor, scale=0.1, quant=quant, **split)
+        packed = setting == "int8"  # two sequences, one empty, and rows past the end
+        lengths = torch.tensor([0, 70, 70, 150], dtype=torch.int32, device=device) if packed else None
+        sizes = dict(b=1, t=170 if packed else 130, h=1, hv=2, dk=128, dv=128)
+        given = oracle.make_inputs(1, **sizes, kda=gate == "kda", n=3 if packed else None)
+        inputs = cast([x.to(device) for x in given], torch.bfloat16, lengths)
+        out = pipeline.forward(run, inputs, options)
+        do, dfinal = torch.ones_like(out.o), torch.ones_like(out.final_state)
+        pipeline.backward(run, inputs, out.residuals, do, dfinal, options)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    print(LAUNCHED + " ".join(sorted(launched)))
+
+
+def decode(run, device: str) -> None:
+    """The recurrence over three tokens, forward and backward, with two ways of keeping states."""
+    import kernel_oracle as oracle
+    import torch
+    from recurrent_oracle import entering_state
+
+    from jlaqat.kernels import recurrent_pipeline as pipeline
+    from jlaqat.spec import QuantSpec
+
+    for kda, spec in ((False, QuantSpec.fp8()), (True, QuantSpec.int8(granularity="key_row"))):
+        inputs = oracle.make_inputs(3, b=1, t=3, h=1, hv=2, dk=128, dv=128, kda=kda)
+        q, k, v, g, beta, state = (x.float().to(device) for x in inputs)
+        tokens = pipeline.Tokens(q.bfloat16(), k.bfloat16(), v.bfloat16(), g, beta.bfloat16())
+        hardware = device == "cuda" and torch.cuda.get_device_capability() >= (8, 9)
+        options = pipeline.Options(scale=0.1, state=spec, hardware_fp8=hardware)
+        entering = entering_state(state, options)
+        out = pipeline.forward(run, tokens, entering, options, stride=1)
+        do, d_leaving = torch.ones_like(out.o), torch.ones_like(state)
+        pipeline.backward(run, tokens, entering, out.saved, do, d_leaving, options)
+
+
+def planted() -> None:
+    """Writes 4 KB past the end of an array."""
+    import torch
+    from planted_error import write_past_the_end_kernel
+
+    x = torch.zeros(1024, device="cuda")
+    write_past_the_end_kernel[(1,)](x, 1024)
+    torch.cuda.synchronize()
+    print(LAUNCHED)
+
+
+def every_kernel() -> set[str]:
+    """Names of the kernels that jlaqat.kernels can launch."""
+    import triton
+
+    import jlaqat.kernels as package
+
+    names = set()
+    for info in pkgutil.iter_modules(package.__path__):
+        module = importlib.import_module(f"jlaqat.kernels.{info.name}")
+        names |= {n for n, x in vars(module).items() if isinstance(x, triton.JITFunction) and n.endswith("_kernel")}
+    return names
+
+
+def start(name: str, tool: str | None, log: Path) -> tuple[subprocess.Popen, Path]:
+    command = [sys.executable, __file__, "--here", name]
+    if tool is not None:
+        command = ["compute-sanitizer", "--tool", tool, "--print-limit", "50", *command]
+    path = log / f"{name}-{tool or 'compile'}.txt"
+    # Every array is an allocation of its own, so that memcheck sees where it ends.
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "JAX_PLATFORMS": "cpu"}
+    with path.open("w") as f:
+        return subprocess.Popen(command, stdout=f, stderr=subprocess.STDOUT, env=environment), path
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", default=",".join(RUNS))
+    parser.add_argument("--tools", default="memcheck,racecheck")
+    parser.add_argument("--log", type=Path, help="folder for what the tools print")
+    parser.add_argument("--here", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.here:
+        sys.path.insert(0, str(TESTS))
+        sys.path.insert(0, str(Path(__file__).parent))
+        run_here(args.here)
+        return 0
+    log = args.log or Path(tempfile.mkdtemp())
+    log.mkdir(parents=True, exist_ok=True)
+    runs, tools = args.runs.split(","), args.tools.split(",")
+    for process, _ in [start(name, None, log) for name in runs]:
+        process.wait()
+    started = {(name, tool): start(name, tool, log) for tool in tools for name in runs}
+    if "memcheck" in tools:
+        started[PLANTED, "memcheck"] = start(PLANTED, "memcheck", log)
+    kernels, errors, failures = set(), collections.Counter(), []
+    for (name, tool), (process, path) in started.items():
+        process.wait()
+        text = path.read_text()
+        summary = SUMMARY.search(text)
+        print(f"{tool:10} {name:10} {summary.group(0) if summary else 'no summary'}", flush=True)
+        clean = summary is not None and not int(re.findall(r"\d+", summary.group(0))[-1 if tool == "memcheck" else 1])
+        if name == PLANTED:
+            clean = not clean and "write_past_the_end_kernel" in text
+        names = re.search(f"^{LAUNCHED}(.*)$", text, re.M)
+        if not clean or (names is None and name != PLANTED):
+            failures.append(f"{tool} {name}")
+        if names:
+            kernels |= set(names.group(1).split())
+        for kernel in re.findall(r"(?:at|access at) (\w+_kernel)\b", text):
+            errors[kernel, tool] += 1
+    print(f"{'kernel':34}" + "".join(f"{tool:>12}" for tool in tools))
+    for kernel in sorted(kernels):
+        print(f"{kernel:34}" + "".join(f"{errors[kernel, tool]:12}" for tool in tools))
+    missed = sorted(every_kernel() - kernels) if set(runs) == set(RUNS) else []
+    if missed:
+        failures.append(f"launched by no run: {', '.join(missed)}")
+    print("; ".join(failures) or f"no error in {len(kernels)} kernels", f"(reports in {log})")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
