@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import argparse
 import collections
-import importlib
 import os
-import pkgutil
 import re
 import subprocess
 import sys
@@ -104,19 +102,6 @@ def planted() -> None:
     print(LAUNCHED)
 
 
-def every_kernel() -> set[str]:
-    """Names of the kernels that jlaqat.kernels can launch."""
-    import triton
-
-    import jlaqat.kernels as package
-
-    names = set()
-    for info in pkgutil.iter_modules(package.__path__):
-        module = importlib.import_module(f"jlaqat.kernels.{info.name}")
-        names |= {n for n, x in vars(module).items() if isinstance(x, triton.JITFunction) and n.endswith("_kernel")}
-    return names
-
-
 def start(name: str, tool: str | None, log: Path) -> tuple[subprocess.Popen, Path]:
     command = [sys.executable, __file__, "--here", name]
     if tool is not None:
@@ -140,6 +125,9 @@ def main() -> int:
         sys.path.insert(0, str(Path(__file__).parent))
         run_here(args.here)
         return 0
+    sys.path.insert(0, str(TESTS.parent / "benchmarks"))
+    from counters import kernel_names
+
     log = args.log or Path(tempfile.mkdtemp())
     log.mkdir(parents=True, exist_ok=True)
     runs, tools = args.runs.split(","), args.tools.split(",")
@@ -167,7 +155,7 @@ def main() -> int:
     print(f"{'kernel':34}" + "".join(f"{tool:>12}" for tool in tools))
     for kernel in sorted(kernels):
         print(f"{kernel:34}" + "".join(f"{errors[kernel, tool]:12}" for tool in tools))
-    missed = sorted(every_kernel() - kernels) if set(runs) == set(RUNS) else []
+    missed = sorted(set(kernel_names()) - kernels) if set(runs) == set(RUNS) else []
     if missed:
         failures.append(f"launched by no run: {', '.join(missed)}")
     print("; ".join(failures) or f"no error in {len(kernels)} kernels", f"(reports in {log})")
