@@ -3,8 +3,8 @@
     python3 benchmarks/counters.py [--gates gdn,kda] [--shapes 8x4096x16,1x8192x16] [--quants "state+w fp8"]
 
 Runs Nsight Compute (ncu, clocks left alone) on each call through PyTorch and writes a row a kernel to --out: time,
-registers, loads and stores of spills, how often a scheduler issues, its warps, what they wait for (in warps, on average,
-an issued instruction), the shares of memory and tensor-core rates, bytes moved. About 15 s a call.
+registers, loads and stores of spills, how often a scheduler issues, its warps and what they wait for (in warps, on
+average, an issued instruction), the shares of memory and tensor-core rates, bytes moved. About 15 s a call.
 """
 
 from __future__ import annotations
