@@ -22,7 +22,7 @@ from jlaqat.spec import FORMATS
 from jlaqat.study import ARMS, StudyConfig, load_record, recovery, run_study
 from jlaqat.study_arms import stack_values, start_state, train_arm, unstack
 from jlaqat.study_config import STATE_CFG, Setting
-from jlaqat.study_head import DeltaHead, HeadConfig
+from jlaqat.study_head import DeltaHead, HeadConfig, _pairs
 from jlaqat.study_report import print_report, study_table
 from jlaqat.train_step import create_train_state, make_train_step
 
@@ -269,6 +269,7 @@ def test_settings_are_formats_by_roundings_by_cadences():
         (dict(head=None, model=dataclasses.replace(MODEL, pattern=("attention",))), "no gdn or kda layer"),
         (dict(head=None, model=dataclasses.replace(MODEL, input_size=8)), "set model.input_size=9"),
         (dict(head=None), "neither is given"),
+        (dict(head=HeadConfig(vocab_size=6)), "set model.input_size=9"),
         (dict(model=MODEL), "both are given"),
         (dict(finetune_steps=2, finetune_optimizer=OptimizerConfig(warmup_steps=5)), "warmup_steps=5"),
     ],
@@ -276,6 +277,24 @@ def test_settings_are_formats_by_roundings_by_cadences():
 def test_bad_settings_say_what_to_do(given, words):
     with pytest.raises(ValueError, match=words):
         dataclasses.replace(TOY, **given)
+
+
+def test_a_head_reads_tokens_in_pairs():
+    """With a vocabulary, a token is read together with the one before it, and with none after it."""
+    config = HeadConfig(vocab_size=6, key_dim=4, value_dim=4, backend="recurrent")
+    head = DeltaHead(config, rngs=nnx.Rngs(0))
+    tokens = np.array([[0, 1, 2, 3]], np.int32)
+    pairs = _pairs(tokens, 6)
+    assert pairs.shape == (1, 4, 12) and not pairs[0, 0, :6].any()
+    assert pairs[0, 1:, :6].argmax(-1).tolist() == [0, 1, 2] and pairs[0, :, 6:].argmax(-1).tolist() == [0, 1, 2, 3]
+    logits, changed = head(tokens), head(tokens.copy() + np.array([[0, 0, 3, 0]], np.int32))
+    assert logits.shape == (1, 4, 6)
+    np.testing.assert_array_equal(logits[:, :2], changed[:, :2])
+    assert np.abs(logits - changed)[0, 2:].max(axis=-1).min() > 1e-5
+    with pytest.raises(ValueError, match=r"takes integers \[batch, tokens\]"):
+        head(tokens.astype(np.float32))
+    recall = DataConfig(task="recall", num_pairs=2, num_values=2, num_rounds=1, seq_len=8, batch_size=2)
+    assert dataclasses.replace(TOY, head=config, data=recall, score_tail=1.0).score_name == "accuracy"
 
 
 def test_text_is_scored_whole():
@@ -287,7 +306,10 @@ def test_text_is_scored_whole():
         dataclasses.replace(config, score_tail=0.5)
 
 
-@pytest.mark.parametrize("name", ["demo", "decoder", "recall", "state_tracking", "slow_writes", "text"])
+PACKAGED = ["demo", "decoder", "recall", "state_tracking", "slow_writes", "text", "decode_regression", "decode_recall"]
+
+
+@pytest.mark.parametrize("name", PACKAGED)
 def test_packaged_studies_load(name):
     config = load_config(StudyConfig, f"study/{name}")
     assert config.seeds >= 3
@@ -346,3 +368,17 @@ def test_decoders_are_studied_too(tmp_path, capsys):
     assert cli.main(["eval", "--checkpoint", str(tmp_path / "study/checkpoints/e4m3-1/seed0")]) == 0
     saved = json.loads(capsys.readouterr().out)["loss"]
     assert saved == pytest.approx(scores(record, "qat", "e4m3-1")["mean"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "given,words",
+    [
+        ({}, "give vocab_size for tokens, or both"),
+        (dict(vocab_size=6, input_size=9, output_size=1), "give vocab_size for tokens, or both"),
+        (dict(input_size=9), "give vocab_size for tokens, or both"),
+        (dict(vocab_size=0), "head.vocab_size=0 must be at least 1"),
+    ],
+)
+def test_a_head_is_of_tokens_or_of_vectors(given, words):
+    with pytest.raises(ValueError, match=words):
+        HeadConfig(**given)
