@@ -1,0 +1,170 @@
+"""Loss curves of `jlaqat train` with rounded states and w: do the kernels train as the xla backend does?
+
+    python3 benchmarks/train_curve.py --jobs 8      # one NVIDIA GPU; four runs a gate, under three minutes on an H200
+    python3 benchmarks/train_curve.py --smoke       # on a CPU: does it run? (kernels are left out there)
+
+Each run is the command line's own, on the text of Python's standard library: the same data in the same order. Runs of a
+gate differ in the backend of the recurrence alone (triton, xla; bfloat16), and, for a scale of what a difference means,
+in the activations' dtype (xla, float32) and in the seed of the weights (xla, seed 1). The distance between two curves
+is the mean absolute difference of their losses, smoothed over 20 steps, after the warm-up.
+
+Writes losses and distances to benchmarks/results/train_curve_h200.json and a plot beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+SMOOTH = 20
+RUNS = {
+    "triton bf16": dict(backend="triton", dtype="bfloat16", seed=0),
+    "xla bf16": dict(backend="xla", dtype="bfloat16", seed=0),
+    "xla float32": dict(backend="xla", dtype="float32", seed=0),
+    "xla bf16, seed 1": dict(backend="xla", dtype="bfloat16", seed=1),
+}
+REFERENCE = "xla bf16"
+
+
+def overrides(gate: str, run: dict[str, Any], steps: int, smoke: bool) -> list[str]:
+    size = {"hidden_size": 32, "num_layers": 1, "num_heads": 1, "head_dim": 16, "intermediate_size": 64}
+    if not smoke:
+        size = {"hidden_size": 256, "num_layers": 4, "num_heads": 4, "head_dim": 64, "intermediate_size": 512}
+    values = {
+        **{f"model.{name}": value for name, value in size.items()},
+        "model.pattern": f"[{gate}]",
+        "model.backend": run["backend"],
+        "model.dtype": run["dtype"],
+        "data.batch_size": 2 if smoke else 16,
+        "data.seq_len": 70 if smoke else 512,
+        "quant": "state_w_fp8",
+        "seed": run["seed"],
+        "steps": steps,
+        "optimizer.warmup_steps": steps // 10,
+        "logging": "{every: 1, quantizers_every: 0, tensorboard: false, progress: false}",
+        "evaluation": "{every: 0, batches: 4}",
+        "checkpoint.every": 0,
+    }
+    return [f"{name}={value}" for name, value in values.items()]
+
+
+def start(gate: str, run: dict[str, Any], folder: Path, args: argparse.Namespace) -> subprocess.Popen:
+    command = [sys.executable, "-m", "jlaqat.cli", "train", "--config", "train/stdlib_hybrid_fp8"]
+    command += ["--directory", str(folder), *overrides(gate, run, args.steps, args.smoke)]
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    with folder.with_suffix(".log").open("w") as log:
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+
+
+def losses_of(folder: Path) -> list[float]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if line["kind"] == "train"]
+
+
+def held_out(folder: Path) -> float | None:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return next((line["loss"] for line in reversed(lines) if line["kind"] == "eval"), None)
+
+
+def smoothed(losses: list[float]) -> list[float]:
+    return [sum(losses[max(0, i - SMOOTH + 1) : i + 1]) / min(i + 1, SMOOTH) for i in range(len(losses))]
+
+
+def distance(a: list[float], b: list[float]) -> float:
+    """Mean absolute difference of two smoothed curves after the first tenth."""
+    first = len(a) // 10 + SMOOTH
+    pairs = list(zip(smoothed(a), smoothed(b), strict=True))[first:]
+    return sum(abs(x - y) for x, y in pairs) / len(pairs)
+
+
+def run_all(args: argparse.Namespace) -> list[dict[str, Any]]:
+    wanted = [(gate, name) for gate in args.gates.split(",") for name in RUNS if not args.smoke or "xla bf16" in name]
+    rows, waiting, going = [], list(wanted), []
+    with tempfile.TemporaryDirectory() as root:
+        while waiting or going:
+            while waiting and len(going) < args.jobs:
+                gate, name = waiting.pop(0)
+                folder = Path(root) / f"{gate}-{name}".replace(" ", "-").replace(",", "")
+                going.append((gate, name, folder, start(gate, RUNS[name], folder, args), time.monotonic()))
+            for job in [job for job in going if job[3].poll() is not None]:
+                going.remove(job)
+                gate, name, folder, process, began = job
+                if process.returncode:
+                    log = folder.with_suffix(".log").read_text()
+                    raise RuntimeError(f"{gate}, {name} ended with status {process.returncode}:\n{log[-2000:]}")
+                losses = losses_of(folder)
+                row = {"gate": gate, "run": name, **RUNS[name], "quant": "state+w fp8", "steps": args.steps}
+                row |= {"held_out": held_out(folder), "seconds": round(time.monotonic() - began, 1)}
+                rows.append(row | {"losses": [round(x, 5) for x in losses]})
+                print(gate, name, f"last {losses[-1]:.4f}, held out {row['held_out']}", flush=True)
+            time.sleep(0.2)
+    return sorted(rows, key=lambda row: wanted.index((row["gate"], row["run"])))
+
+
+def add_distances(rows: list[dict[str, Any]]) -> None:
+    """`distance`: of each curve from the gate's xla curve in bfloat16."""
+    references = {row["gate"]: row["losses"] for row in rows if row["run"] == REFERENCE}
+    for row in rows:
+        row["distance"] = round(distance(row["losses"], references[row["gate"]]), 5)
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    gates = list(dict.fromkeys(row["gate"] for row in rows))
+    figure, axes = plt.subplots(1, len(gates), figsize=(5.5 * len(gates), 4), sharey=True, squeeze=False)
+    styles = {"triton bf16": dict(lw=3, alpha=0.5), "xla float32": dict(ls="--"), "xla bf16, seed 1": dict(ls=":")}
+    for axis, gate in zip(axes[0], gates):
+        for row in (row for row in rows if row["gate"] == gate):
+            axis.plot(smoothed(row["losses"]), label=row["run"], **styles.get(row["run"], {}))
+        axis.set(title=f"{gate}, state + w FP8", xlabel="step")
+        axis.grid(alpha=0.3)
+    axes[0, 0].set_ylabel(f"training loss, nats a byte (mean of {SMOOTH} steps)")
+    axes[0, 0].legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=RESULTS / "train_curve_h200.json")
+    parser.add_argument("--gates", default="gdn,kda")
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once")
+    parser.add_argument("--smoke", action="store_true", help="a tiny model, on xla, written nowhere")
+    args = parser.parse_args()
+    if args.smoke:
+        args.steps = min(args.steps, 60)
+    rows = run_all(args)
+    add_distances(rows)
+    for row in rows:
+        print(f"{row['gate']:4} {row['run']:18} distance from {REFERENCE}: {row['distance']:.4f}")
+    if args.smoke:
+        return
+    import jax
+
+    about = {
+        "machine": jax.devices()[0].device_kind,
+        "date": str(datetime.date.today()),
+        "versions": {name: importlib.metadata.version(name) for name in ("jax", "flax", "optax")},
+    }
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text("[\n" + ",\n".join(" " + json.dumps(row | about) for row in rows) + "\n]\n")
+    plot(rows, args.out.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()
