@@ -1,13 +1,14 @@
 """Tokens per second of a training step of a whole model: plain, with rounding inside (QAT), and on the xla backend.
 
-    python3 benchmarks/qat_step.py                 # one NVIDIA GPU, under three minutes on an H200
+    python3 benchmarks/qat_step.py                 # one NVIDIA GPU, about three minutes on an H200
     python3 benchmarks/qat_step.py --smoke         # a tiny model, on a CPU too: does it run?
 
 A decoder of 12 Gated DeltaNet or KDA layers, 1024 wide, 8 heads of 128, in bfloat16 with float32 parameters, AdamW,
 random tokens, 8 x 2048 a step, layers scanned; the step is `jlaqat.make_train_step`'s, jitted and donated. A row is
-timed over blocks of queued steps: the median, least and most. Compile time is that of the first call, kernels included.
-`program MB` is what XLA plans for the step (arguments and temporaries), `peak MB` the process's high-water mark so far:
-rows run from small to large, so it is a row's own where it grew.
+timed over blocks of queued steps: the median, least and most. Every row has a process of its own; they compile side by
+side, then each is alone on the GPU while it is timed. Compile time is that of a first call, kernels included, with the
+processes that `compiling` counts at work. `program MB` is what XLA plans for the step (arguments and temporaries),
+`peak MB` the process's high-water mark.
 
 Writes one JSON object a row to --out (default $OUT, else benchmarks/results; qat_step.json) and prints a table.
 """
@@ -21,10 +22,13 @@ import importlib.metadata
 import json
 import os
 import statistics
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import device_time
 import jax
 import numpy as np
 import optax
@@ -36,6 +40,7 @@ import jlaqat
 
 BLOCK_S = 3.0
 RECIPES: dict[str, str | None] = {"plain": None, "state+w fp8": "state_w_fp8", "state fp8": "state_fp8"}
+DEFAULT_ROWS = "plain:triton,state+w fp8:triton,plain:xla,state+w fp8:xla"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +54,7 @@ class Size:
     tokens: int = 2048
     queued: int = 8  # steps a block, fewer where they would take longer than BLOCK_S
     blocks: int = 3
+    remat: bool = False  # layers are computed again in the backward
 
 
 SMOKE = Size(layers=2, hidden=32, heads=2, head_dim=16, vocab=64, batch=2, tokens=70, queued=2, blocks=2)
@@ -56,6 +62,14 @@ SMOKE = Size(layers=2, hidden=32, heads=2, head_dim=16, vocab=64, batch=2, token
 
 def measure(size: Size, gate: str, quant: str, backend: str) -> dict[str, Any]:
     """A row: speed, memory, compile time and the losses, which tell whether two backends train alike."""
+    with device_time.gpu_lock(exclusive=False):
+        compiled, state, batch, found = prepare(size, gate, quant, backend)
+    with device_time.gpu_lock(exclusive=True):
+        return found | timed(size, compiled, state, batch)
+
+
+def prepare(size: Size, gate: str, quant: str, backend: str) -> tuple[Any, Any, Any, dict[str, Any]]:
+    """The compiled step, its state and batch, and what is known of them."""
     config = jlaqat.ModelConfig(
         vocab_size=size.vocab,
         hidden_size=size.hidden,
@@ -65,6 +79,7 @@ def measure(size: Size, gate: str, quant: str, backend: str) -> dict[str, Any]:
         head_dim=size.head_dim,
         dtype="bfloat16",
         scan_layers=True,
+        remat=size.remat,
         backend=backend,
     )
     model = jlaqat.DecoderLM(config, rngs=nnx.Rngs(0))
@@ -83,7 +98,15 @@ def measure(size: Size, gate: str, quant: str, backend: str) -> dict[str, Any]:
     lowered = jax.jit(step, donate_argnums=0).lower(state, batch)
     lowered_s = time.perf_counter() - began
     compiled = lowered.compile()
-    compile_s = time.perf_counter() - began
+    found = {
+        "compile_s": round(time.perf_counter() - began, 1),
+        "lower_s": round(lowered_s, 1),
+        "parameters": parameters,
+    }
+    return compiled, state, batch, found
+
+
+def timed(size: Size, compiled: Any, state: Any, batch: Any) -> dict[str, Any]:
     losses = []
     for _ in range(2):
         start = time.perf_counter()
@@ -107,25 +130,40 @@ def measure(size: Size, gate: str, quant: str, backend: str) -> dict[str, Any]:
         "tokens_per_s_max": round(per_step / min(times)),
         "steps": size.blocks * queued,
         "ms": round(1e3 * statistics.median(times), 2),
-        "compile_s": round(compile_s, 1),
-        "lower_s": round(lowered_s, 1),
         "program_mb": round((memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 1e6) if memory else None,
         "peak_mb": round(stats["peak_bytes_in_use"] / 1e6) if "peak_bytes_in_use" in stats else None,
-        "parameters": parameters,
         "losses": [round(x, 5) for x in losses],
     }
 
 
-def rows(size: Size, gates: list[str], settings: list[tuple[str, str]], about: dict[str, Any]):
-    for gate in gates:
-        for quant, backend in settings:
-            row: dict[str, Any] = {"model": gate, "quant": quant, "backend": backend}
-            try:
-                row |= measure(size, gate, quant, backend)
-            except Exception as error:  # a row that runs out of memory says so, and the others still run
-                row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
-            print(json.dumps(row), flush=True)
-            yield row | {"dtype": "bfloat16", **dataclasses.asdict(size), **about}
+def row(size: Size, gate: str, quant: str, backend: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"model": gate, "quant": quant, "backend": backend}
+    try:
+        found |= measure(size, gate, quant, backend)
+    except Exception as error:  # a row that runs out of memory says so, and the others still run
+        found["error"] = f"{type(error).__name__}: {str(error)[:300]}"
+    versions = {name: importlib.metadata.version(name) for name in ("jax", "flax", "optax")}
+    if jax.default_backend() == "gpu":
+        import triton
+
+        versions["triton"] = triton.__version__
+    about = {"machine": jax.devices()[0].device_kind, "date": str(datetime.date.today()), "versions": versions}
+    return found | {"dtype": "bfloat16", **dataclasses.asdict(size), **about}
+
+
+def rows(settings: list[tuple[str, str, str]], arguments: list[str], jobs: int):
+    """Rows as they come, each from a process of its own, `jobs` at once."""
+    waiting, going = list(settings), []
+    while waiting or going:
+        while waiting and len(going) < jobs:
+            command = [sys.executable, __file__, "--row", ":".join(waiting.pop(0)), *arguments]
+            going.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        for process in [process for process in going if process.poll() is not None]:
+            going.remove(process)
+            printed = process.communicate()[0].splitlines()
+            if printed:  # a process that died has said why
+                yield json.loads(printed[-1]) | {"compiling": min(jobs, len(settings))}
+        time.sleep(0.1)
 
 
 def table(found: list[dict[str, Any]]) -> Table:
@@ -168,39 +206,46 @@ def main() -> None:
     parser.add_argument(
         "--rows",
         help="quant:backend pairs, of plain, state fp8, state+w fp8 and of triton, xla "
-        "(default: plain:triton,state+w fp8:triton,state+w fp8:xla; without a GPU the xla rows)",
+        f"(default: {DEFAULT_ROWS}; with --smoke the xla rows)",
     )
     parser.add_argument("--smoke", action="store_true", help="a tiny model and few steps, written nowhere unless --out")
     parser.add_argument("--batch", type=int, help="sequences a step")
     parser.add_argument("--tokens", type=int, help="tokens a sequence")
+    parser.add_argument("--remat", action="store_true", help="compute layers again in the backward")
+    parser.add_argument("--jobs", type=int, default=8, help="rows that compile at once")
+    parser.add_argument("--row", help=argparse.SUPPRESS)
     args = parser.parse_args()
     size = SMOKE if args.smoke else Size()
-    size = dataclasses.replace(size, **{n: getattr(args, n) for n in ("batch", "tokens") if getattr(args, n)})
-    on_gpu = jax.default_backend() == "gpu"
-    pairs = args.rows or ("plain:triton,state+w fp8:triton,state+w fp8:xla" if on_gpu else "plain:xla,state+w fp8:xla")
-    settings = [(quant, backend) for quant, _, backend in (pair.partition(":") for pair in pairs.split(","))]
-    unknown = [quant for quant, _ in settings if quant not in RECIPES]
+    given = {name: value for name in ("batch", "tokens", "remat") if (value := getattr(args, name))}
+    size = dataclasses.replace(size, **given)
+    if args.row:
+        print(json.dumps(row(size, *args.row.split(":"))))
+        return
+    pairs = args.rows or ("plain:xla,state+w fp8:xla" if args.smoke else DEFAULT_ROWS)
+    settings = [(gate, *pair.split(":")) for gate in args.gates.split(",") for pair in pairs.split(",")]
+    unknown = [quant for _, quant, _ in settings if quant not in RECIPES]
     if unknown:
         parser.error(f"--rows: {unknown[0]!r} is not one of {', '.join(RECIPES)}")
     out = args.out or (None if args.smoke else Path(os.environ.get("OUT", Path(__file__).parent / "results")))
     path = out if out is None or out.suffix == ".json" else out / "qat_step.json"
-    about = {
-        "machine": jax.devices()[0].device_kind,
-        "date": str(datetime.date.today()),
-        "versions": {name: importlib.metadata.version(name) for name in ("jax", "flax", "optax")},
-    }
-    if on_gpu:
-        import triton
-
-        about["versions"]["triton"] = triton.__version__
+    arguments = ["--smoke"] * args.smoke + [f"--{k}={v}" for k, v in given.items() if k != "remat"]
+    arguments += ["--remat"] * args.remat
     found: list[dict[str, Any]] = []
     earlier = json.loads(path.read_text()) if path is not None and path.exists() else []
-    for row in rows(size, args.gates.split(","), settings, about):
-        found.append(row)
+    for new in rows(settings, arguments, args.jobs):
+        print(json.dumps(new), flush=True)
+        found.append(new)
         if path is not None:  # after each row: a run that is cut short keeps what it measured
+            kept = [old for old in earlier if not any(same(old, one) for one in found)]
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(earlier + found, indent=1) + "\n")
-    Console(width=140).print(table(found))
+            path.write_text("[\n" + ",\n".join(" " + json.dumps(one) for one in kept + found) + "\n]\n")
+    order = {setting: i for i, setting in enumerate(settings)}
+    Console(width=140).print(table(sorted(found, key=lambda r: order[r["model"], r["quant"], r["backend"]])))
+
+
+def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    """Whether two rows measured the same thing."""
+    return all(a.get(name) == b.get(name) for name in ("model", "quant", "backend", "batch", "tokens", "remat"))
 
 
 if __name__ == "__main__":
