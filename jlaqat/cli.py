@@ -1,4 +1,4 @@
-"""The command line: `jlaqat train | eval | study | summary | parity`. Commands load a config, override keys, and run.
+"""The command line: `jlaqat train | eval | study | study-merge | summary | parity`. Commands load a config and run it.
 
 A user's mistake (a wrong key, a missing file, a shape that cannot work) ends with one line on standard error and exit
 status 2; a run that fails on its way (a loss that is not finite) with status 1; anything else is a bug and shows its
@@ -148,6 +148,32 @@ class Study:
 
 
 @dataclasses.dataclass(kw_only=True)
+class StudyMerge:
+    """One study from several that ran its settings in parts: by format, rounding, cadence, error feedback or policy.
+
+    Examples:
+    $ jlaqat study-merge runs/int8 runs/nvfp4 --directory runs/both
+    $ jlaqat study-merge runs/parts/e4m3 runs/parts/int8 runs/parts/nvfp4 --directory runs/recall
+    $ jlaqat study-merge runs/token/study.json runs/replay/study.json --directory runs/cadences
+
+    Each part is a `jlaqat study` of the same config, such as `--directory runs/int8 formats=[int8]`. Refuses
+    parts that differ in anything else: config, code, versions, seeds, tokens, or one bit of the scores of their float32
+    models. Prints the table of the whole and writes its study.json and study.png.
+    """
+
+    parts: tyro.conf.Positional[tuple[Path, ...]]
+    """Directories of studies, or their study.json."""
+    directory: Path
+    """Where the merged study goes; an earlier study there is replaced."""
+
+    def run(self) -> None:
+        from jlaqat.study_merge import merge_studies
+        from jlaqat.study_report import print_report
+
+        print_report(merge_studies(self.parts, self.directory))
+
+
+@dataclasses.dataclass(kw_only=True)
 class Summary:
     """What a config would build, without building it: sizes, and every quantizer with its setting and its source.
 
@@ -267,15 +293,16 @@ def _eval_tree(saved: dict[str, Any]) -> dict[str, Any]:
 
 # ------------------------------------------------------------------ entry
 
-COMMANDS: dict[str, type[Train | Eval | Study | Summary | Parity]] = {
+COMMANDS: dict[str, type[Train | Eval | Study | StudyMerge | Summary | Parity]] = {
     "summary": Summary,
     "train": Train,
     "eval": Eval,
     "study": Study,
+    "study-merge": StudyMerge,
     "parity": Parity,
 }
 
-HELP = """usage: jlaqat {summary,train,eval,study,parity} ...
+HELP = """usage: jlaqat {summary,train,eval,study,study-merge,parity} ...
 
 Quantization-aware training of Gated DeltaNet and Kimi Delta Attention models.
 
@@ -283,6 +310,7 @@ Quantization-aware training of Gated DeltaNet and Kimi Delta Attention models.
   jlaqat train   --config C --directory D    train, or go on where the run in D stopped
   jlaqat eval    --checkpoint D              score a checkpoint, with its quantizers or with others
   jlaqat study   --config C --directory D    float32, PTQ, QAT and control on the same tokens: table, plot, JSON
+  jlaqat study-merge D… --directory E        one study from several that ran parts of it
   jlaqat parity                              the same call in JAX, PyTorch and FLA against float64: a table
 
 C is a YAML file, or the name of a packaged config: {configs}.
@@ -318,7 +346,7 @@ def _run_configs() -> list[str]:
     return [name for name in names if not name.startswith("recipes/")]
 
 
-def _run(command: Train | Eval | Study | Summary | Parity) -> int:
+def _run(command: Train | Eval | Study | StudyMerge | Summary | Parity) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("jlaqat").setLevel(logging.INFO)
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns of metadata that it does not need

@@ -71,12 +71,17 @@ def run_study(config: StudyConfig, directory: str | Path, *, say: Say | None = N
     run does not stay finite.
     """
     directory = Path(directory)
-    _prepare_directory(directory, config)
+    prepare_directory(directory, config)
     study = _Study(config, directory, say or (lambda line: logger.info("%s", line)))
     record = study.run()
+    save_record(record, directory)
+    return record
+
+
+def save_record(record: dict[str, Any], directory: Path) -> None:
+    """Writes study.json and study.png into `directory`, which `prepare_directory` made."""
     _write(directory / "study.json", json.dumps(record, indent=1, allow_nan=False) + "\n")
     draw_plot(record, directory / "study.png")
-    return record
 
 
 def load_record(path: str | Path) -> dict[str, Any]:
@@ -341,8 +346,8 @@ def _processor() -> str:
 # ------------------------------------------------------------------ files
 
 
-def _prepare_directory(directory: Path, config: StudyConfig) -> None:
-    """Makes `directory` this study's own: what an earlier study left is removed, anything else refused."""
+def prepare_directory(directory: Path, config: StudyConfig) -> None:
+    """Makes `directory` this study's own: what an earlier study left is removed, anything else refused (ValueError)."""
     marker = directory / "study.yaml"
     if directory.exists():
         if not directory.is_dir() or (any(directory.iterdir()) and not marker.exists()):

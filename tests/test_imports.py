@@ -36,7 +36,7 @@ PART_OF: dict[str, str] = {
     "weights": "layers",
     "generation": "model",
     **dict.fromkeys(("data_synthetic", "data_text"), "data"),
-    **dict.fromkeys(("study_arms", "study_config", "study_head", "study_report"), "study"),
+    **dict.fromkeys(("study_arms", "study_config", "study_head", "study_merge", "study_report"), "study"),
     "cli_summary": "cli",
     **dict.fromkeys(("parity", "parity_report"), "cli"),
     "parity_files": "spec",

@@ -1,0 +1,103 @@
+"""Merging the parts of a study gives the whole record back, and refuses parts that do not belong together."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+
+from jlaqat import cli
+from jlaqat.study import load_record
+from jlaqat.study_merge import merge_studies
+
+DEMO = load_record(Path(__file__).parents[1] / "benchmarks/results/study_demo.json")
+
+
+def part_of(record, formats):
+    """The record of the study that only has these formats, as `run_study` would have written it."""
+    part = copy.deepcopy(record)
+    names = {s["name"] for s in record["settings"] if s["format"] in formats}
+    for field in ("scores", "training", "recovery", "restore"):
+        part[field] = [row for row in part[field] if row["setting"] in names | {None}]
+    part["settings"] = [s for s in part["settings"] if s["name"] in names]
+    part["config"]["formats"] = list(formats)
+    return part
+
+
+@pytest.fixture
+def parts(tmp_path):
+    """Directories of the demo's two halves, and a way to change the second's record."""
+    homes = [tmp_path / "nvfp4", tmp_path / "e4m3"]
+    for home in homes:
+        home.mkdir()
+        (home / "study.json").write_text(json.dumps(part_of(DEMO, [home.name])))
+
+    def change(edit):
+        record = load_record(homes[1])
+        edit(record)
+        (homes[1] / "study.json").write_text(json.dumps(record))
+
+    return homes, change
+
+
+def test_parts_make_the_whole(parts, tmp_path, capsys):
+    homes, _ = parts
+    assert cli.main(["study-merge", *map(str, homes), "--directory", str(tmp_path / "whole")]) == 0
+    whole = load_record(tmp_path / "whole")
+    for field in ("settings", "scores", "recovery", "training", "data", "seeds", "code_sha256"):
+        assert whole[field] == DEMO[field], field
+    assert whole["config"]["formats"] == ["nvfp4", "e4m3"] and whole["config"]["cadences"] == [1]
+    assert [p["settings"] for p in whole["parts"]] == [["nvfp4-1", "nvfp4-64"], ["e4m3-1", "e4m3-64"]]
+    assert whole["parts"][0]["machine"] == DEMO["machine"] and whole["seconds"] == 2 * DEMO["seconds"]
+    assert whole["restore"][1]["checkpoints"][0] == "e4m3/checkpoints/e4m3-1/seed0"
+    assert (tmp_path / "whole/study.png").read_bytes().startswith(b"\x89PNG")
+    text = capsys.readouterr().out
+    assert "FP8 every token" in text and "NVFP4 every token" in text and "2 parts" in text
+
+
+@pytest.mark.parametrize(
+    "edit,words",
+    [
+        (lambda r: r["config"].update(steps=900), r"differ in config.steps: 900 against 800"),
+        (lambda r: r.update(code_sha256="f" * 64), "differ in code_sha256"),
+        (lambda r: r.update(seeds=[3, 4, 5]), "differ in seeds"),
+        (lambda r: r["versions"].update(jax="0.0.1"), "differ in versions"),
+        (lambda r: r["data"].update(eval_token_sha256="0"), "differ in data.eval_token_sha256"),
+        (lambda r: r["scores"][0]["scores"].__setitem__(0, 0.1), "differ in scores of arm float32"),
+        (lambda r: r["scores"][1]["scores"].__setitem__(2, 0.1), "differ in scores of arm control_float32"),
+        (lambda r: r["training"][1]["token_sha256"].__setitem__(0, "0"), "differ in tokens of the control training"),
+        (lambda r: r["training"][2]["token_sha256"].__setitem__(0, "0"), "differ in tokens of QAT"),
+    ],
+)
+def test_parts_of_different_studies_are_refused(parts, tmp_path, edit, words):
+    homes, change = parts
+    change(edit)
+    with pytest.raises(ValueError, match=words):
+        merge_studies(homes, tmp_path / "whole")
+    assert not (tmp_path / "whole").exists()
+
+
+def test_a_setting_given_twice_is_refused(parts, tmp_path):
+    homes, _ = parts
+    with pytest.raises(ValueError, match=r"setting nvfp4-1 is in .*nvfp4 and in .*nvfp4; give each once"):
+        merge_studies([homes[0], *homes], tmp_path / "whole")
+    with pytest.raises(ValueError, match="1 parts given; merging takes two or more"):
+        merge_studies(homes[:1], tmp_path / "whole")
+
+
+def test_missing_settings_are_named(parts, tmp_path):
+    homes, change = parts
+    change(lambda r: r["config"].update(roundings=["nearest", "stochastic"]))
+    with pytest.raises(
+        ValueError, match=r"4 of 8 settings are in no part: nvfp4-stochastic-1, nvfp4-stochastic-64, e4m3"
+    ):
+        merge_studies(homes, tmp_path / "whole")
+
+
+def test_a_directory_of_something_else_is_left_alone(parts, tmp_path, capsys):
+    homes, _ = parts
+    home = tmp_path / "mine"
+    home.mkdir()
+    (home / "thesis.txt").write_text("precious")
+    assert cli.main(["study-merge", *map(str, homes), "--directory", str(home)]) == 2
+    assert "no study.yaml" in capsys.readouterr().err and sorted(home.iterdir()) == [home / "thesis.txt"]
