@@ -5,7 +5,7 @@ PY := .venv/bin/python
 CPU := env JAX_PLATFORMS=cpu
 WORKERS ?= auto
 
-.PHONY: help demo test test-slow test-gpu lint format wheel clean setup setup-test setup-dev
+.PHONY: help demo test test-slow test-gpu sanitize bench report lint format wheel clean setup setup-test setup-dev
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -21,6 +21,17 @@ test-slow: setup-test  ## the tests marked slow
 
 test-gpu: setup-test  ## the tests that need an NVIDIA GPU
 	env JAX_PLATFORMS=cuda $(PY) -m pytest -q tests/gpu
+
+sanitize: setup-test  ## every kernel under compute-sanitizer, on an NVIDIA GPU (about 2 minutes)
+	$(PY) tests/gpu/sanitize.py
+
+bench: setup-test  ## the kernels' times and their peers', on an NVIDIA GPU (resumes; about 8 minutes on 16 cores), then the report
+	$(PY) benchmarks/ceilings.py
+	$(PY) benchmarks/bench_kernels.py --jobs 14
+	$(PY) benchmarks/report.py
+
+report: setup-test  ## docs/performance.md and its plots, from the JSON in benchmarks/results
+	$(PY) benchmarks/report.py
 
 lint: setup-test  ## style, import order and types
 	.venv/bin/ruff check .

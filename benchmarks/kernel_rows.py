@@ -75,7 +75,7 @@ class Row:
     @property
     def memory(self) -> float:
         """Bytes of GPU memory that the row needs, generously."""
-        factor = {"triton": 30, "jla": 40, "fla": 40, "xla": 120}[self.backend]
+        factor = {"triton": 26, "jla": 30, "fla": 30, "xla": 50}[self.backend]
         return factor * parse_shape(self.shape).tensor_bytes
 
     def text(self) -> str:
