@@ -24,7 +24,7 @@ import device_time
 from kernel_rows import GATES, Row
 
 FOLDER = Path(__file__).parent / "fla_configs"
-# FLA's keys hold numbers of heads and head sizes. Where no entry fits, the first one of the file serves: other numbers of
+# FLA's keys hold numbers of heads and head sizes. Where no entry fits, the first of the file serves: other numbers of
 # heads take what was found for 16.
 SHAPES = ("8x4096x16", "8x4096x16x64", "4x4096x8x256")
 
