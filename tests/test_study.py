@@ -349,6 +349,22 @@ def test_backend_of_the_demo_is_the_chunked_one_up_to_the_order_of_sums(quant):
     np.testing.assert_allclose(outputs[0], outputs[1], rtol=2e-3, atol=2e-4)
 
 
+def test_settings_with_error_feedback_round_when_those_without_do():
+    """A policy that says "every 16 tokens" and feeds nothing back is the cadence of 16: the axes differ in one thing."""
+    plain, fed = (
+        Setting(format="int4", rounding="nearest", cadence=16, trained_cadence=16, error_feedback=x).quant_cfg()
+        for x in (False, True)
+    )
+    fed_nothing = [fed[0], {**fed[1], "cfg": {**fed[1]["cfg"], "error_feedback": False}}]
+    x = np.random.default_rng(0).standard_normal((2, 40, 9), np.float32)
+    run = nnx.jit(lambda m, x: m(x, prefix_lengths=np.zeros(2, np.int32)))
+    outputs = [run(TOY.build(0, entries), x) for entries in (plain, fed_nothing, fed, [])]
+    scale = np.abs(outputs[3]).max()
+    np.testing.assert_allclose(outputs[0], outputs[1], atol=2e-6 * scale)
+    for other in (outputs[2], outputs[3]):  # the rounding is there, and so is the feedback
+        assert np.abs(outputs[0] - other).max() > 0.01 * scale
+
+
 @pytest.mark.slow
 def test_decoders_are_studied_too(tmp_path, capsys):
     """The other model, end to end with one update a phase: build, save, restore, `jlaqat eval`."""
