@@ -350,7 +350,7 @@ def test_backend_of_the_demo_is_the_chunked_one_up_to_the_order_of_sums(quant):
 
 
 def test_settings_with_error_feedback_round_when_those_without_do():
-    """A policy that says "every 16 tokens" and feeds nothing back is the cadence of 16: the axes differ in one thing."""
+    """A policy of "every 16 tokens" that keeps no remainder is the cadence of 16: the arms differ in one thing."""
     plain, fed = (
         Setting(format="int4", rounding="nearest", cadence=16, trained_cadence=16, error_feedback=x).quant_cfg()
         for x in (False, True)
