@@ -9,6 +9,7 @@ from jlaqat.decode import delta_rule_step as delta_rule_step
 from jlaqat.decode_carry import DecodeCarry as DecodeCarry
 from jlaqat.decode_policy import DecodePolicy as DecodePolicy
 from jlaqat.generation import generate as generate
+from jlaqat.kernel_calls import compile_for as compile_for
 from jlaqat.layers import GatedDeltaNet as GatedDeltaNet
 from jlaqat.layers import KimiDeltaAttention as KimiDeltaAttention
 from jlaqat.model import DecoderLM as DecoderLM
@@ -38,7 +39,6 @@ from jlaqat.spec import DeltaQuant as DeltaQuant
 from jlaqat.spec import QuantArrays as QuantArrays
 from jlaqat.spec import QuantConfigError as QuantConfigError
 from jlaqat.spec import QuantSpec as QuantSpec
-from jlaqat.triton_backend import compile_for as compile_for
 from jlaqat.weights import fla_state_dict as fla_state_dict
 from jlaqat.weights import load_fla_state_dict as load_fla_state_dict
 

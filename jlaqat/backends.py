@@ -10,6 +10,7 @@ import jax
 from jlaqat import triton_backend
 from jlaqat.checks import check_backend
 from jlaqat.chunked import Inputs
+from jlaqat.kernel_calls import target_capability
 from jlaqat.spec import DeltaQuant
 
 _logger = logging.getLogger("jlaqat")
@@ -40,7 +41,7 @@ def say_choice(what: str, backend: str, reason: str | None) -> None:
     if backend != "auto":
         return
     if reason is None:
-        capability = triton_backend.target_capability()
+        capability = target_capability()
         _say_once(logging.INFO, f"backend='auto' runs {what} on 'triton' (kernels for SM{capability})")
     elif jax.default_backend() == "gpu":
         _say_once(logging.WARNING, f"backend='auto' runs {what} on 'xla' (plain JAX), not on 'triton': {reason}")

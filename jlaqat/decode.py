@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jlaqat import backends, checks, ops
 from jlaqat.chunked import Inputs, computation_dtype
@@ -31,8 +30,9 @@ from jlaqat.decode_reference import decode_reference
 from jlaqat.decode_scan import Span, decode_scan, make_rows, token
 from jlaqat.decode_triton import decode_triton
 from jlaqat.decode_triton import why_not as decode_triton_why_not
+from jlaqat.op_shards import OperandLayouts, on_shards
 from jlaqat.rounding import div_rn, straight_through
-from jlaqat.shards import vary_over, varying_axes
+from jlaqat.shards import all_varying_axes, vary_over
 from jlaqat.sites import Place
 from jlaqat.spec import DeltaQuant, QuantArrays, QuantSpec
 
@@ -95,13 +95,18 @@ def delta_rule_decode(
     by_kernels = _by_kernels(backend, quant, inputs, tokens)
     if backend == "reference":
         return decode_reference(inputs, state, quant, tokens, arrays, scale, w)
-    memory = None if not isinstance(state, DecodeCarry) else unpack(state, quant, computation_dtype(inputs.v))
-    o_prefix, inside, memory = _prefill(inputs, memory, tokens, quant, arrays, scale, w, backend)
-    o, memory = _decode(inputs, memory, tokens, quant, arrays, scale, by_kernels)
-    if inside is not None:
-        o = jnp.where(inside[..., None, None], o_prefix, o)
-    carry = pack(memory, quant, inputs.k.shape[2], inputs.g.ndim == 4)
-    return poison((o.astype(inputs.v.dtype), carry), tokens, inputs.k.shape[1])
+
+    def run(inputs: Inputs, arrays: QuantArrays, tokens: Tokens, carry: DecodeCarry | None):
+        memory = None if carry is None else unpack(carry, quant, computation_dtype(inputs.v))
+        o_prefix, inside, memory = _prefill(inputs, memory, tokens, quant, arrays, scale, w, backend)
+        o, memory = _decode(inputs, memory, tokens, quant, arrays, scale, by_kernels)
+        if inside is not None:
+            o = jnp.where(inside[..., None, None], o_prefix, o)
+        return o.astype(inputs.v.dtype), pack(memory, quant, inputs.k.shape[2], inputs.g.ndim == 4)
+
+    carry = state if isinstance(state, DecodeCarry) else None
+    result = _on_shards(run, inputs, arrays, tokens, carry, lambda of, carry: of.carry(carry))
+    return poison(result, tokens, inputs.k.shape[1])
 
 
 def delta_rule_step(
@@ -145,9 +150,15 @@ def delta_rule_step(
         raise ValueError("state is a DecodeCarry, but quant is None; pass the policy that made it: quant=carry.policy.")
     plain = DecodePolicy()
     inputs, tokens, arrays, scale = prepare(q, k, v, g, beta, state, plain, None, None, None, scale, quant_arrays)
-    memory = _hand_over(inputs.initial_state, None, None, inputs, plain, arrays)
-    o, memory = _decode(inputs, memory, tokens, plain, arrays, scale, _by_kernels("auto", plain, inputs, tokens))
-    return o[:, 0].astype(v.dtype), memory.S
+    by_kernels = _by_kernels("auto", plain, inputs, tokens)
+
+    def run(inputs: Inputs, arrays: QuantArrays, tokens: Tokens, carry: None):
+        memory = _hand_over(inputs.initial_state, None, None, inputs, plain, arrays)
+        o, memory = _decode(inputs, memory, tokens, plain, arrays, scale, by_kernels)
+        return o.astype(inputs.v.dtype), memory.S
+
+    o, S = _on_shards(run, inputs, arrays, tokens, None, lambda of, state: of.state)
+    return o[:, 0], S
 
 
 def fresh_carry(policy: DecodePolicy, state: Array, num_key_heads: int, *, gate_per_channel: bool) -> DecodeCarry:
@@ -161,6 +172,25 @@ def fresh_carry(policy: DecodePolicy, state: Array, num_key_heads: int, *, gate_
     return delta_rule_decode(k, k, v, g, beta, state, quant=policy)[1]
 
 
+def _on_shards(run: Any, inputs: Inputs, arrays: QuantArrays, tokens: Tokens, carry: DecodeCarry | None, state: Any):
+    """`run(inputs, arrays, tokens, carry) -> (o, a state)`, on shards where a mesh of explicit axes asks for that.
+
+    state: from OperandLayouts and the shapes of what is returned of states to its layouts.
+    """
+
+    def local(inputs: Inputs, arrays: QuantArrays, more: Any):
+        (cu_seqlens, prefix, lengths), carry = more
+        return run(inputs, arrays, tokens._replace(cu_seqlens=cu_seqlens, prefix=prefix, lengths=lengths), carry)
+
+    def layouts(of: OperandLayouts):
+        bounds = [None if x is None else word for x, word in zip(tokens.bounds, ("sequences", of.row, of.row))]
+        of_carry = None if carry is None else of.carry(carry)
+        return (tuple(bounds), of_carry), lambda results: (of.o, state(of, results[1]))
+
+    packed = tokens.cu_seqlens is not None
+    return on_shards(local, inputs, arrays, (tokens.bounds, carry), packed=packed, layouts=layouts)
+
+
 # ---- phases ----------------------------------------------------------------------------------------------------------
 
 
@@ -171,7 +201,7 @@ def _prefill(inputs: Inputs, memory: Memory | None, tokens: Tokens, quant, array
             memory = _hand_over(inputs.initial_state, None, None, inputs, quant, arrays)
         return None, None, memory
     T = inputs.k.shape[1]
-    stop = _longest(tokens, T)
+    stop = tokens.reach
     inside = _inside(tokens, inputs.k.shape[0], T)
     before = inputs.initial_state if memory is None else _unrotated(memory.S, quant)
     operands = [_only(inside[:, :stop], x[:, :stop]) for x in inputs[:5]]
@@ -226,20 +256,21 @@ def _decode(
     quant: DecodePolicy,
     arrays: QuantArrays,
     scale: float,
-    by_kernels: bool,
+    by_kernels: str | None,
 ):
     """(o [B, T, HV, V], 0 where nothing is decoded; the memory after the last token)."""
     T, dtype = inputs.k.shape[1], computation_dtype(inputs.v)
-    skipped = _shortest(tokens)
+    skipped = tokens.skipped
     if skipped >= T:
         return jnp.zeros(inputs.v.shape, dtype), memory
     q, k, v, g, beta = (x[:, skipped:].astype(dtype) for x in inputs[:5])
     k, g = round_keys(k, quant), round_decay(g, quant)
     v = rotate(v) if quant.rotated else v
-    axes = frozenset().union(*(varying_axes(x) for x in jax.tree.leaves((q, k, v, g, beta, memory, arrays))))
-    memory = jax.tree.map(lambda x: vary_over(x, axes), memory)
+    span = _span(tokens)
+    q, k, v, g, beta, memory = _same_shards((q, k, v, g, beta), memory, span, arrays)
     if by_kernels:
-        o, memory = decode_triton(quant, scale, Inputs(q, k, v, g, beta, memory.S), memory)
+        operands = Inputs(q, k, v, g, beta, memory.S)
+        o, memory = decode_triton(quant, scale, operands, memory, portable=by_kernels != "triton")
     elif T - skipped == 1 and tokens.cu_seqlens is None:
         active, sequence = jnp.ones(k.shape[0], bool), jnp.arange(k.shape[0], dtype=jnp.int32)
         if tokens.prefix is not None:
@@ -250,18 +281,26 @@ def _decode(
         memory, o, _ = token(memory, row, active, sequence, quant, arrays)
         o = o[:, None]
     else:
-        span = _span(tokens, skipped)
         o, memory = decode_scan(quant, scale, Inputs(q, k, v, g, beta, memory.S), memory, span, arrays)
     o = rotate(o) if quant.rotated else o
     return jnp.pad(o, ((0, 0), (skipped, 0), (0, 0), (0, 0))), memory
 
 
-def _span(tokens: Tokens, skipped: int) -> Span:
-    """The decoded tokens, counted from the first `skipped` on."""
+def _same_shards(operands: tuple[Array, ...], memory: Memory, span: Span, arrays: QuantArrays) -> tuple[Any, ...]:
+    """Inside shard_map: operands and memory vary over the same mesh axes, counters over those that cut sequences."""
+    axes = all_varying_axes(operands, memory, span, arrays)
+    counters = all_varying_axes(memory.position, memory.cursor, span)
+    operands, lifted = jax.tree.map(lambda x: vary_over(x, axes), (operands, memory))
+    position, cursor = (vary_over(x, counters) for x in (memory.position, memory.cursor))
+    return *operands, lifted._replace(position=position, cursor=cursor)
+
+
+def _span(tokens: Tokens) -> Span:
+    """The decoded tokens, counted from the first that is not skipped on."""
     start, stop = tokens.prefix, tokens.lengths
-    if isinstance(start, np.ndarray) and tokens.cu_seqlens is None and np.all(start == skipped):
+    if tokens.skipped == tokens.reach:
         start = None  # all start with the first
-    start, stop = (None if x is None else jnp.asarray(x) - skipped for x in (start, stop))
+    start, stop = (None if x is None else jnp.asarray(x) - tokens.skipped for x in (start, stop))
     cu_seqlens = None if tokens.cu_seqlens is None else jnp.asarray(tokens.cu_seqlens)
     return Span(cu_seqlens, start, None if cu_seqlens is not None else stop)
 
@@ -295,28 +334,21 @@ def _inside(tokens: Tokens, B: int, T: int) -> Array:
     return (known & (index - cu[sequence] < prefix[sequence]))[None]
 
 
-def _longest(tokens: Tokens, T: int) -> int:
-    """Tokens that the prefixes reach into, at most."""
-    known = isinstance(tokens.prefix, np.ndarray) and tokens.cu_seqlens is None
-    return int(tokens.prefix.max()) if known else T
+def _by_kernels(backend: str, quant: DecodePolicy, inputs: Inputs, tokens: Tokens) -> str | None:
+    """Whether the Triton kernels decode this call: "triton", "triton or xla" as the platform has it, or None.
 
-
-def _shortest(tokens: Tokens) -> int:
-    """Tokens before the first decoded one, as far as is known."""
-    known = isinstance(tokens.prefix, np.ndarray) and tokens.cu_seqlens is None
-    return int(tokens.prefix.min()) if known else 0
-
-
-def _by_kernels(backend: str, quant: DecodePolicy, inputs: Inputs, tokens: Tokens) -> bool:
-    """Whether the Triton kernels decode this call; raises where "triton" was asked for and they cannot."""
+    Raises NotImplementedError where "triton" was asked for and cannot.
+    """
     checks.check_backend(backend)
     if backend not in ("auto", "triton"):
-        return False
-    reason = decode_triton_why_not(quant, inputs.k.shape[3], _span(tokens, _shortest(tokens)), inputs.v.dtype)
+        return None
+    reason = decode_triton_why_not(quant, inputs.k.shape[3], _span(tokens), inputs.v.dtype)
     if backend == "triton" and reason is not None:
         raise NotImplementedError(
             f"backend='triton' cannot serve this call: {reason}. Use backend='xla', or 'auto', which runs prefixes on "
             "the fastest backend that can."
         )
     backends.say_choice("delta_rule_decode", backend, reason)
-    return reason is None
+    if reason is not None:
+        return None
+    return "triton" if backend == "triton" else "triton or xla"

@@ -25,6 +25,13 @@ class Tokens(NamedTuple):
     cu_seqlens: Any  # [N + 1] or None
     prefix: Any  # [N] int32 or None: no sequence has one
     lengths: Any  # [N] int32 or None: a batch without padding
+    skipped: int  # tokens at the start of every row that are known to be prefix
+    reach: int  # tokens of a row that prefixes may reach into
+
+    @property
+    def bounds(self) -> tuple[Any, Any, Any]:
+        """cu_seqlens, prefix and lengths."""
+        return self[:3]
 
 
 def prepare(q, k, v, g, beta, state, quant, prefix_lengths, lengths, cu_seqlens, scale, quant_arrays):
@@ -83,7 +90,10 @@ def _tokens(prefix_lengths: Lengths, lengths: Lengths, cu_seqlens: Any, count: i
         _check_range("prefix_lengths", prefix, bounds if isinstance(bounds, np.ndarray) else T)
     if bounds is not None and prefix is not None and not (isinstance(prefix, np.ndarray) and cu_seqlens is None):
         prefix = jnp.minimum(jnp.asarray(prefix), jnp.asarray(bounds))
-    return Tokens(cu_seqlens, prefix, bounds)
+    skipped, reach = (0, T) if prefix is not None else (0, 0)
+    if isinstance(prefix, np.ndarray) and cu_seqlens is None and count:
+        skipped, reach = int(prefix.min()), int(prefix.max())
+    return Tokens(cu_seqlens, prefix, bounds, skipped, reach)
 
 
 def _per_sequence(name: str, x: Lengths, count: int) -> Any:

@@ -12,9 +12,10 @@ from jlaqat import checks, reference
 from jlaqat.backends import choose
 from jlaqat.chunked import Inputs, delta_rule_chunked
 from jlaqat.observe import observe
+from jlaqat.op_shards import OperandLayouts, on_shards
 from jlaqat.recurrent import delta_rule_by_token
 from jlaqat.rounding import SiteStats
-from jlaqat.shards import all_varying_axes, over_explicit_mesh, vary_over
+from jlaqat.shards import all_varying_axes, vary_over
 from jlaqat.spec import CHUNK_SIZE, DeltaQuant, QuantArrays, QuantConfigError
 from jlaqat.triton_backend import delta_rule_triton
 
@@ -199,28 +200,16 @@ def _same_shards(*arrays: Array | None) -> list[Any]:
 
 
 def _on_shards(run: Any, inputs: Inputs, cu_seqlens: Array | None, arrays: QuantArrays) -> tuple[Array, Array]:
-    """`run`, on shards of batch and heads where the types of a mesh of explicit axes ask for that."""
-    row = "b" if cu_seqlens is None else "packed"
-    cu_seqlens = None if cu_seqlens is None else jnp.asarray(cu_seqlens)
-    head = "h" if inputs.v.shape[2] == inputs.k.shape[2] else "hv"
-    value, state = f"{row} token {head}", f"{row} {head} key value"
-    query, gate = f"{row} token h key", value if inputs.g.ndim == 3 else f"{value} key"
-    layouts: list[Any] = [query, query, f"{value} value", gate, value, None if inputs.initial_state is None else state]
-    # Static scales count value heads first; the rest are scalars.
-    quantizers = QuantArrays(*(None if a is None else " ".join([head, "x", "y"][: jnp.ndim(a)]) for a in arrays))
+    """`run(inputs, cu_seqlens, arrays)`, on shards where a mesh of explicit axes asks for that."""
 
-    def local(operands: Any, first: Any) -> tuple[Array, Array]:
-        inputs, cu_seqlens, arrays = operands
-        offsets = {"sequence_offset": ("b", inputs.v.shape[0]), "head_offset": ("h", inputs.v.shape[2])}
-        for field, (factor, size) in offsets.items():
-            if first(factor) is not None:
-                start = jnp.uint32(size) * first(factor).astype(jnp.uint32)
-                arrays = arrays._replace(**{field: jnp.asarray(getattr(arrays, field)).astype(jnp.uint32) + start})
+    def local(inputs: Inputs, arrays: QuantArrays, cu_seqlens: Array | None) -> tuple[Array, Array]:
         return run(inputs, cu_seqlens, arrays)
 
-    operands = (inputs, cu_seqlens, arrays)
-    cut = (Inputs(*layouts), None if cu_seqlens is None else "sequences", quantizers)
-    return over_explicit_mesh(local, operands, cut, (f"{value} value", state))
+    def layouts(of: OperandLayouts) -> Any:
+        return None if cu_seqlens is None else "sequences", lambda results: (of.o, of.state)
+
+    cu_seqlens = None if cu_seqlens is None else jnp.asarray(cu_seqlens)
+    return on_shards(local, inputs, arrays, cu_seqlens, packed=cu_seqlens is not None, layouts=layouts)
 
 
 def _poison(result: tuple[Array, Array], cu_seqlens: Array | None, num_tokens: int) -> tuple[Array, Array]:

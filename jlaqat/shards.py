@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -124,10 +125,11 @@ def _shardy_rule(operands: Sequence[str], results: Sequence[str], mesh: Any, giv
 # ------------------------------------------------------------------ explicit axes
 
 
-def over_explicit_mesh(function: Callable[..., Any], operands: Any, layouts: Any, results: Any) -> Any:
+def over_explicit_mesh(function: Callable[..., Any], operands: Any, layouts: Any, results: Callable[[Any], Any]) -> Any:
     """`function(operands, first)`, on shards where the operands' types say that a mesh of explicit axes cuts them.
 
-    operands: a pytree of arrays; layouts: the same with strings. results: layouts of what `function` returns.
+    operands: a pytree of arrays; layouts: the same with strings. results: from the shapes of what `function` returns to
+    their layouts; it is asked only where there are shards.
     first(factor) is the number of the shard along "b" or "h", None where it is whole.
 
     Raises ValueError where an operand is cut along something else, or two along the same factor by different axes.
@@ -161,13 +163,11 @@ def over_explicit_mesh(function: Callable[..., Any], operands: Any, layouts: Any
     def local(operands: Any) -> Any:
         return function(operands, lambda factor: jax.lax.axis_index(cut[factor]) if factor in cut else None)
 
-    def specs(layouts: Any) -> Any:
-        return jax.tree.map(lambda layout: _spec(layout, cut), layouts)
-
+    shapes = tree.unflatten([jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in leaves])
+    wanted = results(jax.eval_shape(lambda whole: function(whole, lambda factor: None), shapes))
+    out_specs = jax.tree.map(lambda layout: _spec(layout, cut), wanted)
     manual = frozenset(a for a, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Explicit)
     in_specs = [_spec(layout, cut) for layout in named]
     placed = tree.unflatten([jax.sharding.reshard(x, spec) for x, spec in zip(leaves, in_specs, strict=True)])
-    call = jax.shard_map(
-        local, mesh=mesh, in_specs=(tree.unflatten(in_specs),), out_specs=specs(results), axis_names=manual
-    )
+    call = jax.shard_map(local, mesh=mesh, in_specs=(tree.unflatten(in_specs),), out_specs=out_specs, axis_names=manual)
     return call(placed)

@@ -11,8 +11,10 @@ import jax.numpy as jnp
 from jax import export
 
 import jlaqat
+from jlaqat import DecodePolicy
 from jlaqat.spec import DeltaQuant, QuantSpec
 
+POLICY = DecodePolicy(state=QuantSpec.fp8(block_v=16))
 FP8 = DeltaQuant(state=QuantSpec.fp8(block_v=16), w=QuantSpec.fp8())
 LAUNCH = "triton_kernel_call_ffi"
 B, T, H, HV, K, V = 2, 100, 1, 2, 16, 16
@@ -28,6 +30,19 @@ def step(x):
     return x | {"v": x["v"] - 0.1 * jax.grad(loss)(x["v"])}
 
 
+def decode_step(x):
+    """The same through the decoding kernels, and a token more."""
+
+    def loss(v):
+        inputs = {"state" if name == "initial_state" else name: a for name, a in (x | {"v": v}).items()}
+        o, carry = jlaqat.delta_rule_decode(**inputs, quant=POLICY)
+        return jnp.sum(o.astype(jnp.float32) ** 2), carry
+
+    dv, carry = jax.grad(loss, has_aux=True)(x["v"])
+    o, carry = jlaqat.delta_rule_step(*(x[name][:, 0] for name in ("q", "k", "v", "g", "beta")), carry, quant=POLICY)
+    return x | {"v": x["v"] - 0.1 * dv}, o, jax.tree.leaves(carry)
+
+
 def operands():
     def array(*shape, dtype="bfloat16"):
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -37,20 +52,24 @@ def operands():
     return heads | {"g": gate, "initial_state": state}
 
 
-with jlaqat.compile_for(90):
+def check(step, launches, aliased):
     jitted = jax.jit(step, donate_argnums=0)
     text = jitted.trace(operands()).lower(lowering_platforms=("cuda",)).as_text()
-    # Forward 2, backward 3. q's and k's group sums are two more, of one kernel.
-    assert len(re.findall(f"@{LAUNCH}", text)) == 7, text
+    assert len(re.findall(f"@{LAUNCH}", text)) == launches, text
     # Every operand is handed on or replaced, and v's buffer takes the new v.
-    assert text.count("tf.aliasing_output") == 6, text
+    assert text.count("tf.aliasing_output") == aliased, text
     print("lowered")
 
-    check = export.DisabledSafetyCheck.custom_call(LAUNCH)
-    exported = export.export(jitted, platforms=("cuda",), disabled_checks=[check])(operands())
+    allowed = export.DisabledSafetyCheck.custom_call(LAUNCH)
+    exported = export.export(jitted, platforms=("cuda",), disabled_checks=[allowed])(operands())
     again = export.deserialize(exported.serialize())
     assert again.platforms == ("cuda",) and LAUNCH in str(again.mlir_module())
-    assert [x.shape for x in again.out_avals] == [x.shape for x in jax.tree.leaves(operands())]
+    assert [x.shape for x in again.out_avals] == [x.shape for x in jax.tree.leaves(jax.eval_shape(step, operands()))]
     for_cpu = export.export(jitted, platforms=("cpu",))(operands())
     assert LAUNCH not in str(for_cpu.mlir_module())
     print("exported")
+
+
+with jlaqat.compile_for(90):
+    check(step, launches=7, aliased=6)  # forward 2, backward 3; q's and k's group sums are two more, of one kernel
+    check(decode_step, launches=6, aliased=6)  # forward; a segment again, backward, two group sums; the step

@@ -1,6 +1,8 @@
 """The kernels behind `delta_rule_decode` as far as one can tell without a GPU: what is launched, what is refused."""
 
 import collections
+import os
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +11,12 @@ import pytest
 pytest.importorskip("triton")
 pytest.importorskip("jax_triton")
 
+sys.path.insert(0, os.path.dirname(__file__))
+
+from kernel_launches import kernel_names
+
 import jlaqat
-from jlaqat import DecodePolicy, QuantSpec, triton_backend
+from jlaqat import DecodePolicy, QuantSpec, kernel_calls
 from jlaqat.testing import make_inputs
 
 SIZES = dict(B=2, H=1, HV=2, K=16, V=40)
@@ -24,15 +30,7 @@ def operands(gate, T):
 
 def launches(jaxpr):
     """Kernel launches of a jaxpr by name, loops counted once."""
-    counts = collections.Counter()
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "triton_kernel_call":
-            counts[str(equation.params["name"] or equation.params["kernel"])] += 1
-        for value in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                counts += launches(inner)
-    return counts
+    return collections.Counter(kernel_names(jaxpr))
 
 
 @pytest.mark.parametrize(("gate", "T", "policy"), [("gdn", 70, FP8), ("kda", 3, DecodePolicy())], ids=["gdn", "kda"])
@@ -47,8 +45,8 @@ def test_a_gradient_launches_a_forward_and_runs_segments_again(gate, T, policy):
         forward = launches(jax.make_jaxpr(loss)(x, state).jaxpr)
         both = launches(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(x, state).jaxpr)
         shapes = jax.eval_shape(jax.grad(loss, argnums=(0, 1)), x, state)
-    assert forward == {"recurrent_forward_kernel": 1}
-    assert both["recurrent_forward_kernel"] == 2 and both["recurrent_backward_kernel"] == 1
+    assert forward == {"recurrent_forward": 1}
+    assert both["recurrent_forward"] == 2 and both["recurrent_backward"] == 1
     assert jax.tree.map(lambda a: (a.shape, a.dtype), shapes) == jax.tree.map(lambda a: (a.shape, a.dtype), (x, state))
 
 
@@ -58,7 +56,7 @@ def test_a_step_is_one_launch_and_keeps_codes():
         row = [a[:, 0] for a in x.values()]
         carry = jax.eval_shape(lambda s: jlaqat.delta_rule_decode(**x, state=s, quant=FP8)[1], state)
         jaxpr = jax.make_jaxpr(lambda c, *row: jlaqat.delta_rule_step(*row, c, quant=FP8))(carry, *row)
-    assert launches(jaxpr.jaxpr) == {"recurrent_forward_kernel": 1}
+    assert launches(jaxpr.jaxpr) == {"recurrent_forward": 1}
     assert carry.values.dtype == jnp.float8_e4m3fn and carry.scale.shape == (2, 2, 3)
 
 
@@ -80,7 +78,7 @@ def test_what_the_kernels_refuse(policy, more, words):
 
 
 def test_without_a_gpu_the_reason_is_named(monkeypatch):
-    monkeypatch.setattr(triton_backend, "device_capability", lambda: 0)  # wherever the test runs
+    monkeypatch.setattr(kernel_calls, "device_capability", lambda: 0)  # wherever the test runs
     x, state = operands("gdn", 3)
     with pytest.raises(NotImplementedError, match="needs an NVIDIA GPU.*backend='xla'"):
         jlaqat.delta_rule_decode(**x, state=state, quant=FP8, backend="triton")
@@ -94,4 +92,4 @@ def test_a_common_prefix_leaves_the_rest_to_the_kernels():
 
     with jlaqat.compile_for(90):
         counts = launches(jax.make_jaxpr(call)(x).jaxpr)
-    assert counts["recurrent_forward_kernel"] == 1 and counts["chunk_state_forward_kernel"] >= 1
+    assert counts["recurrent_forward"] == 1 and counts["chunk_state_forward"] >= 1

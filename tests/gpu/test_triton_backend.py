@@ -9,9 +9,10 @@ import torch
 from kernel_checks import cast, run_kernels
 
 from jlaqat.chunked import Inputs
+from jlaqat.kernel_calls import device_capability
 from jlaqat.kernels.call import Options
 from jlaqat.spec import DeltaQuant, QuantSpec
-from jlaqat.triton_backend import delta_rule_triton, device_capability, why_not
+from jlaqat.triton_backend import delta_rule_triton, why_not
 
 FP8 = DeltaQuant(state=QuantSpec.fp8(), w=QuantSpec.fp8())
 
