@@ -178,7 +178,7 @@ def _draw_grid(plt: Any, record: dict[str, Any]) -> Any:
         figsize=(1.2 + 3.0 * len(columns), 1.0 + 2.3 * len(rows)),
         layout="constrained",
         sharex=True,
-        sharey="col",
+        sharey=True,
         squeeze=False,
     )
     for i, row in enumerate(rows):
@@ -191,6 +191,8 @@ def _draw_grid(plt: Any, record: dict[str, Any]) -> Any:
     for axis in axes[-1]:
         axis.set_xticks(range(len(cadences)), [str(c) for c in cadences])
         axis.set_xlabel("tokens between two roundings", fontsize=8)
+    if record["score"]["name"] == "mse":
+        axes[0, 0].set_yscale("log")
     axes[0, 0].legend(fontsize=7, frameon=False)
     figure.supylabel(f"held-out {score_title(record)}", fontsize=9)
     name = record["config"]["data"]["task"]
@@ -205,9 +207,9 @@ def _draw_cadences(axis: Any, record: dict[str, Any], members: list[dict[str, An
         axis.plot(x, [s["mean"] for s in scores], "_", color=_COLOURS[arm], markersize=9, label=title)
         for at, score in zip(x, scores):
             axis.plot([at] * len(score["scores"]), score["scores"], "o", color=_COLOURS[arm], markersize=2.5)
+    floor = _score(record, "control_float32", None)["mean"]
+    axis.axhline(floor, color=_COLOURS["control"], linewidth=0.8, linestyle=":", label="control, not rounded")
     axis.tick_params(labelsize=7)
-    if record["score"]["name"] == "mse":
-        axis.set_yscale("log")
 
 
 def _column(setting: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jlaqat import cli
+from jlaqat import cli, study_report
 from jlaqat.study import load_record
 from jlaqat.study_merge import merge_studies
 
@@ -53,6 +53,39 @@ def test_parts_make_the_whole(parts, tmp_path, capsys):
     assert (tmp_path / "whole/study.png").read_bytes().startswith(b"\x89PNG")
     text = capsys.readouterr().out
     assert "FP8 every token" in text and "NVFP4 every token" in text and "2 parts" in text
+
+
+def test_many_settings_are_drawn_as_a_grid(tmp_path, monkeypatch):
+    drawn = []
+    grid = study_report._draw_grid
+    monkeypatch.setattr(study_report, "_draw_grid", lambda *args: drawn.append(grid(*args)) or drawn[0])
+    study_report.draw_plot(DEMO, tmp_path / "few.png")
+    assert not drawn
+    monkeypatch.setattr(study_report, "_MAX_COLUMNS", 3)
+    study_report.draw_plot(DEMO, tmp_path / "many.png")
+    nvfp4, e4m3 = drawn[0].axes
+    assert [a.get_title() for a in (nvfp4, e4m3)] == ["NVFP4, nearest", "E4M3, nearest"]
+    means = {line.get_label(): list(line.get_ydata()) for line in nvfp4.lines}
+    expected = [s["mean"] for s in DEMO["scores"] if s["arm"] == "qat" and s["setting"].startswith("nvfp4")]
+    assert means["QAT"] == expected
+    assert (tmp_path / "many.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("lower_is_better", [True, False])
+def test_gain_over_control_is_of_pairs(lower_is_better):
+    """Seeds that differ a lot, but each by the same amount between the arms, leave no doubt about the difference."""
+    record = {
+        "score": {"lower_is_better": lower_is_better},
+        "scores": [
+            {"arm": "control", "setting": "int8-1", "scores": [1.0, 2.0, 5.0]},
+            {"arm": "qat", "setting": "int8-1", "scores": [0.5, 1.5, 4.4]},
+        ],
+    }
+    gain = study_report.gain_over_control(record, "int8-1")
+    assert gain.mean == pytest.approx((1 if lower_is_better else -1) * 1.6 / 3)
+    assert gain.std == pytest.approx(0.1 / 3**0.5) and gain.clear
+    record["scores"][1]["scores"] = [0.5, 2.5, 4.4]
+    assert not study_report.gain_over_control(record, "int8-1").clear
 
 
 @pytest.mark.parametrize(
