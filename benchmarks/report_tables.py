@@ -9,6 +9,7 @@ BOTH = "fwd+bwd"
 DIRECTIONS = {"fwd": "forward", BOTH: "forward + backward"}
 JLA, FLA, PLAIN = ("jla", "plain"), ("fla", "plain"), ("triton", "plain")
 NOTHING = "Not measured yet."
+SHORT_MS = 0.005  # kernels below it are left out
 
 
 def words(results: Results) -> dict[str, str]:
@@ -182,7 +183,7 @@ def kernels(results: Results) -> str:
         if not found:
             continue
         names = sorted({n for kernels in found.values() for n in kernels}, key=lambda n: (-_most(found, n), n))
-        names = [name for name in names if _most(found, name) >= 0.003]
+        names = [name for name in names if _most(found, name) >= SHORT_MS]
         lines = [
             [f"`{name.removesuffix('_kernel')}`", *(number(kernels.get(name)) for kernels in found.values())]
             for name in names
@@ -199,6 +200,8 @@ def _most(found: dict, name: str) -> float:
 def counters(results: Results) -> str:
     lines = []
     for row in results.counters:
+        if (row["ms"] or 0) < SHORT_MS:
+            continue
         waits = ", ".join(f"{name.replace('_', ' ')} {value:.1f}" for name, value in list(row["waits"].items())[:4])
         spills = (row["spill_loads"] or 0) + (row["spill_stores"] or 0)
         share = ratio(spills, row["instructions"])
