@@ -23,16 +23,24 @@ class Gain(NamedTuple):
     mean: float
     std: float | None  # of the differences over seeds, n − 1; None with one seed
     clear: bool  # |mean| above twice std: with three seeds a paired t-test's p < 0.075
+    share: float | None  # of what the rounding costs the control; None where that is within its spread over seeds
 
 
 def gain_over_control(record: dict[str, Any], setting: str) -> Gain:
     """How far QAT and control, trained on the same tokens and scored with the same rounding, differ in `setting`."""
     sign = 1 if record["score"]["lower_is_better"] else -1
-    arms = (_score(record, arm, setting)["scores"] for arm in ("control", "qat"))
-    differences = [sign * (control - qat) for control, qat in zip(*arms)]
+    control, qat, floor = (_score(record, arm, setting)["scores"] for arm in ("control", "qat", "control_float32"))
+    mean, std, clear = _paired(control, qat)
+    cost, _, costs = _paired(control, floor)
+    return Gain(sign * mean, std, clear, mean / cost if costs else None)
+
+
+def _paired(first: list[float], second: list[float]) -> tuple[float, float | None, bool]:
+    """(mean, std, clear) of the seeds' differences; one seed makes nothing clear."""
+    differences = [a - b for a, b in zip(first, second)]
     mean = statistics.fmean(differences)
     std = statistics.stdev(differences) if len(differences) > 1 else None
-    return Gain(mean, std, std is not None and abs(mean) > 2 * std)
+    return mean, std, std is not None and abs(mean) > 2 * std
 
 
 def _score(record: dict[str, Any], arm: str, setting: str | None) -> dict[str, Any]:
@@ -70,13 +78,21 @@ def study_table(record: dict[str, Any]) -> Table:
         ),
         caption=(
             "won back: share of rounding's cost, (PTQ − arm)/(PTQ − float32); –: cost within the spread over seeds\n"
-            "QAT over control: how much better, mean ± std of the seeds' differences; ~: within twice that std"
+            "QAT over control: how much better, mean ± std of the seeds' differences; ~: within twice that std;\n"
+            "of its cost: as a share of what rounding costs the control; –: cost within twice its spread over seeds"
             + (f"\n* only scored: QAT was trained for cadence {scored[0]}" if scored else "")
         ),
         title_justify="left",
         caption_justify="left",
     )
-    for title in ("state rounded", *_TITLES.values(), "QAT\nwon back", "control\nwon back", "QAT over\ncontrol"):
+    for title in (
+        "state rounded",
+        *_TITLES.values(),
+        "QAT\nwon back",
+        "control\nwon back",
+        "QAT over\ncontrol",
+        "of its\ncost",
+    ):
         table.add_column(title, justify="left" if title == "state rounded" else "right", no_wrap=True)
     for setting, shares in zip(record["settings"], record["recovery"]):
         title = setting["title"]
@@ -85,14 +101,15 @@ def study_table(record: dict[str, Any]) -> Table:
         cells = [_cell(_score(record, arm, setting["name"])) for arm in _TITLES]
         won = ["–" if shares[arm] is None else f"{shares[arm]:.0%}" for arm in ("qat", "control")]
         gain = gain_over_control(record, setting["name"])
-        table.add_row(title, *cells, *won, ("" if gain.clear else "~ ") + _cell({"mean": gain.mean, "std": gain.std}))
+        over = ("" if gain.clear else "~ ") + _cell({"mean": gain.mean, "std": gain.std})
+        table.add_row(title, *cells, *won, over, "–" if gain.share is None else f"{gain.share:.0%}")
     return table
 
 
 def print_report(record: dict[str, Any], directory: Path | None = None, console: Console | None = None) -> None:
     """The table, what it took, the restore check, and where the files are."""
     # In a file or a pipe, rich would fold the table into 80 columns.
-    console = console or (Console() if sys.stdout.isatty() else Console(width=170))
+    console = console or (Console() if sys.stdout.isatty() else Console(width=190))
     floor = _score(record, "control_float32", None)
     training = record["training"]
     lines = [
@@ -104,7 +121,10 @@ def print_report(record: dict[str, Any], directory: Path | None = None, console:
     if parts := record.get("parts"):
         where = sorted({part["machine"]["processor"] for part in parts})
         lines.append(f"merged from {len(parts)} parts, each with its own float32 training; on {', '.join(where)}")
-    for restore in record["restore"]:
+    many = len(record["restore"]) > _MAX_COLUMNS and all(restore["equal"] for restore in record["restore"])
+    if many:
+        lines.append(f"{len(record['restore'])} QAT models restored, every seed: scores equal to the last bit")
+    for restore in () if many else record["restore"]:
         same = "equal to the last bit" if restore["equal"] else "NOT equal to the scores before saving"
         values = ", ".join(_number(x) for x in restore["scores"])
         lines.append(f"restored from checkpoints/{restore['setting']}: {values}: {same}")

@@ -79,11 +79,13 @@ def test_gain_over_control_is_of_pairs(lower_is_better):
         "scores": [
             {"arm": "control", "setting": "int8-1", "scores": [1.0, 2.0, 5.0]},
             {"arm": "qat", "setting": "int8-1", "scores": [0.5, 1.5, 4.4]},
+            {"arm": "control_float32", "setting": None, "scores": [0.0, 0.9, 4.1]},
         ],
     }
     gain = study_report.gain_over_control(record, "int8-1")
     assert gain.mean == pytest.approx((1 if lower_is_better else -1) * 1.6 / 3)
     assert gain.std == pytest.approx(0.1 / 3**0.5) and gain.clear
+    assert gain.share == pytest.approx(1.6 / 3.0)  # of a cost of 1, 1.1 and 0.9
     record["scores"][1]["scores"] = [0.5, 2.5, 4.4]
     assert not study_report.gain_over_control(record, "int8-1").clear
 
