@@ -23,7 +23,7 @@ class Gain(NamedTuple):
     mean: float
     std: float | None  # of the differences over seeds, n − 1; None with one seed
     clear: bool  # |mean| above twice std: with three seeds a paired t-test's p < 0.075
-    share: float | None  # of what the rounding costs the control; None where that is within its spread over seeds
+    share: float | None  # of what the rounding costs the control; None where that is less than seeds differ by
 
 
 def gain_over_control(record: dict[str, Any], setting: str) -> Gain:
@@ -32,6 +32,7 @@ def gain_over_control(record: dict[str, Any], setting: str) -> Gain:
     control, qat, floor = (_score(record, arm, setting)["scores"] for arm in ("control", "qat", "control_float32"))
     mean, std, clear = _paired(control, qat)
     cost, _, costs = _paired(control, floor)
+    costs = costs and abs(cost) > statistics.stdev(floor)
     return Gain(sign * mean, std, clear, mean / cost if costs else None)
 
 
@@ -79,7 +80,7 @@ def study_table(record: dict[str, Any]) -> Table:
         caption=(
             "won back: share of rounding's cost, (PTQ − arm)/(PTQ − float32); –: cost within the spread over seeds\n"
             "QAT over control: how much better, mean ± std of the seeds' differences; ~: within twice that std;\n"
-            "of its cost: as a share of what rounding costs the control; –: cost within twice its spread over seeds"
+            "of its cost: as a share of what rounding costs the control; –: cost less than seeds differ by"
             + (f"\n* only scored: QAT was trained for cadence {scored[0]}" if scored else "")
         ),
         title_justify="left",

@@ -71,23 +71,30 @@ def test_many_settings_are_drawn_as_a_grid(tmp_path, monkeypatch):
     assert (tmp_path / "many.png").read_bytes().startswith(b"\x89PNG")
 
 
+def paired_record(control, qat, floor, lower_is_better=True):
+    arms = [("control", "int8-1", control), ("qat", "int8-1", qat), ("control_float32", None, floor)]
+    return {
+        "score": {"lower_is_better": lower_is_better},
+        "scores": [{"arm": arm, "setting": setting, "scores": scores} for arm, setting, scores in arms],
+    }
+
+
 @pytest.mark.parametrize("lower_is_better", [True, False])
 def test_gain_over_control_is_of_pairs(lower_is_better):
-    """Seeds that differ a lot, but each by the same amount between the arms, leave no doubt about the difference."""
-    record = {
-        "score": {"lower_is_better": lower_is_better},
-        "scores": [
-            {"arm": "control", "setting": "int8-1", "scores": [1.0, 2.0, 5.0]},
-            {"arm": "qat", "setting": "int8-1", "scores": [0.5, 1.5, 4.4]},
-            {"arm": "control_float32", "setting": None, "scores": [0.0, 0.9, 4.1]},
-        ],
-    }
+    """Seeds that differ a lot, but each by about the same between the arms, leave no doubt about the difference."""
+    record = paired_record([1.0, 2.0, 5.0], [0.5, 1.5, 4.4], [0.0, 1.0, 4.0], lower_is_better)
     gain = study_report.gain_over_control(record, "int8-1")
     assert gain.mean == pytest.approx((1 if lower_is_better else -1) * 1.6 / 3)
     assert gain.std == pytest.approx(0.1 / 3**0.5) and gain.clear
-    assert gain.share == pytest.approx(1.6 / 3.0)  # of a cost of 1, 1.1 and 0.9
-    record["scores"][1]["scores"] = [0.5, 2.5, 4.4]
-    assert not study_report.gain_over_control(record, "int8-1").clear
+    assert gain.share is None  # the rounding costs 1, but seeds are further apart than that
+    assert not study_report.gain_over_control(paired_record([1.0, 2.0], [0.5, 2.5], [0.0, 0.0]), "int8-1").clear
+
+
+def test_gain_over_control_is_a_share_of_its_cost():
+    gain = study_report.gain_over_control(paired_record([1.0, 1.1, 1.2], [0.6, 0.7, 0.8], [0.0, 0.1, 0.2]), "int8-1")
+    assert gain.share == pytest.approx(0.4)
+    accuracy = paired_record([0.5, 0.6], [0.6, 0.7], [0.7, 0.8], lower_is_better=False)
+    assert study_report.gain_over_control(accuracy, "int8-1").share == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(
