@@ -122,7 +122,7 @@ def profile_torch(call: Callable[[], Any]) -> DeviceTime:
     from torch.autograd import DeviceType
 
     calls = repeats(call, lambda _: torch.cuda.synchronize(), PROFILED)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiler:
         for _ in range(calls):
             call()
         torch.cuda.synchronize()
