@@ -19,6 +19,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+import device_time
+
 RESULTS = Path(__file__).parent / "results" / "counters_h200.json"
 STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
 STALLS = (
@@ -137,7 +139,9 @@ def main() -> None:
     }
     rows: list[dict] = []
     for shape, gate, quant in itertools.product(*(x.split(",") for x in (args.shapes, args.gates, args.quants))):
-        for found in count(gate, shape, quant):
+        with device_time.gpu_lock(exclusive=False):  # counting does not mind others, but they would mind it
+            counted = count(gate, shape, quant)
+        for found in counted:
             rows.append({"gate": gate, "quant": quant, "shape": shape} | found | about)
             shown = {k: v for k, v in found.items() if k != "kernel"}
             print(gate, shape, found["kernel"], *(f"{k}={v}" for k, v in shown.items()), flush=True)
