@@ -56,7 +56,7 @@ def planned(args: argparse.Namespace, stage: str | None, done: set[Row]) -> list
     ]
 
 
-def measure(rows: list[Row], out: Path, jobs: int, deadline: float) -> None:
+def measure(rows: list[Row], out: Path, deadline: float) -> None:
     """Compiles all rows, then times them, in this process. Rows that come too late are left for another run."""
     import kernel_calls
 
@@ -77,12 +77,12 @@ def measure(rows: list[Row], out: Path, jobs: int, deadline: float) -> None:
             try:
                 if isinstance(call, Exception):
                     raise call
-                found = call.measure() | {"versions": kernel_calls.version_of(*call.packages), "compiling": jobs}
+                found = call.measure() | {"versions": kernel_calls.version_of(*call.packages)}
             except Exception as error:
                 found = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
             row_found = row.fields() | found | about
             kernel_rows.append(out, row_found)
-        shown = {k: v for k, v in row_found.items() if k in ("ms", "ms_min", "queued_ms", "compile_s", "error")}
+        shown = {k: v for k, v in row_found.items() if k in ("ms", "ms_min", "queued_ms", "error")}
         print(*row.fields().values(), *(f"{k}={v}" for k, v in shown.items()), flush=True)
 
 
@@ -103,7 +103,7 @@ def run_in_processes(rows: list[Row], args: argparse.Namespace, deadline: float)
         # Memory is set aside as JAX does for its users, who have one process.
         fraction = min(0.4, max(0.03, max(row.memory for row in share) / GPU_BYTES))
         memory = {"XLA_PYTHON_CLIENT_PREALLOCATE": "true", "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{fraction:.3f}"}
-        command = [sys.executable, __file__, "--worker", "--out", str(args.out), "--jobs", str(len(shares))]
+        command = [sys.executable, __file__, "--worker", "--out", str(args.out)]
         command += ["--budget", str(max(1.0, deadline - time.monotonic()))]
         worker = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, env=os.environ | memory)
         assert worker.stdin is not None
@@ -129,9 +129,8 @@ def main() -> None:
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     deadline = time.monotonic() + args.budget
-    os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)  # compile times are those of a first call
     if args.worker:
-        return measure([Row.parse(line) for line in sys.stdin.read().splitlines()], args.out, args.jobs, deadline)
+        return measure([Row.parse(line) for line in sys.stdin.read().splitlines()], args.out, deadline)
     done: set[Row] = set()
     for stage in [None] if args.shapes else args.stages.split(","):
         rows = planned(args, stage, done)

@@ -33,13 +33,12 @@ def version_of(*names: str) -> dict[str, str]:
     return found | {"triton": triton.__version__}
 
 
-def measured(time: device_time.DeviceTime, queued_ms: float, compile_s: float, memory: dict[str, Any]) -> dict:
+def measured(time: device_time.DeviceTime, queued_ms: float, memory: dict[str, Any]) -> dict[str, Any]:
     return {
         "ms": time.ms,
         "ms_min": time.ms_min,
         "ms_max": time.ms_max,
         "queued_ms": queued_ms,
-        "compile_s": round(compile_s, 2),
         "memory": memory,
         "kernels": dict(list(time.kernels.items())[:12]),
     }
@@ -142,7 +141,7 @@ class JaxCall:
         queued = device_time.queued_ms(call, jax.block_until_ready)
         plan = self.compiled.memory_analysis()
         peak = plan.argument_size_in_bytes + plan.output_size_in_bytes + plan.temp_size_in_bytes
-        return measured(profiled, queued, self.compile_s, memory_row(peak, self.residual_bytes))
+        return measured(profiled, queued, memory_row(peak, self.residual_bytes))
 
 
 def memory_row(peak_bytes: int, residual: int | None) -> dict[str, float | None]:
@@ -246,7 +245,7 @@ class FlaCall:
         queued = device_time.queued_ms(call, lambda _: torch.cuda.synchronize())
         del call, x, do
         torch.cuda.empty_cache()
-        return measured(profiled, queued, self.compile_s, memory_row(peak, self.residual_bytes))
+        return measured(profiled, queued, memory_row(peak, self.residual_bytes))
 
 
 def prepare(row: Row) -> JaxCall | FlaCall:

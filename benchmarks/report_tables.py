@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kernel_rows import GATES, OTHER_SHAPES, SWEEP, SWEEP_QUANTS, TARGET_SHAPES
+from kernel_rows import GATES, OTHER_SHAPES, PASSES, SWEEP, SWEEP_QUANTS, TARGET_SHAPES
 from report_data import COLUMNS, DASH, NAMES, ROUNDED, Results, number, ratio, shown_shape, table
 
 BOTH = "fwd+bwd"
@@ -95,11 +95,9 @@ def _residual_target(results: Results, gate: str) -> list[str]:
 
 
 def _compile_target(results: Results) -> list[str]:
-    times = [row["compile_s"] for row in results.rows if row["backend"] == "triton" and "compile_s" in row]
+    times = [row["compile_s"] for row in results.compiling if row["backend"] == "triton" and "compile_s" in row]
     value = max(times, default=None)
-    label = (
-        "compiling a first jitted call, the slowest of ours (every shape and setting; no cache; beside other processes)"
-    )
+    label = f"compiling a first jitted call, the slowest of ours, {shown_shape(TARGET_SHAPES[0])}"
     return [label, "30 s", DASH if value is None else f"{value:.0f} s", _verdict(value, 30), DASH]
 
 
@@ -151,7 +149,8 @@ def _times(value: float | None) -> str:
     return DASH if value is None else f"{value:.1f}×"
 
 
-def memory_and_compiling(results: Results) -> str:
+def memory(results: Results) -> str:
+    """Forward + backward: device and queued time, peak and residual memory."""
     lines = []
     for gate in GATES:
         for shape in TARGET_SHAPES:
@@ -159,12 +158,21 @@ def memory_and_compiling(results: Results) -> str:
                 row = results.row(gate, BOTH, shape, *column)
                 if row is None or "ms" not in row:
                     continue
-                memory = row["memory"]
-                cells = [number(row["ms"]), number(row["queued_ms"]), number(memory["peak_mb"], 0)]
-                cells += [number(memory["residual_mb"], 0), number(row["compile_s"], 1)]
+                peak, residual = row["memory"]["peak_mb"], row["memory"]["residual_mb"]
+                cells = [number(row["ms"]), number(row["queued_ms"]), number(peak, 0), number(residual, 0)]
                 lines.append([f"{NAMES[gate]}, {shown_shape(shape)}: {name}", *cells])
-    header = ["forward + backward", "device ms", "queued ms", "peak MB", "residual MB", "compile s"]
-    return _table(header, lines)
+    return _table(["forward + backward", "device ms", "queued ms", "peak MB", "residual MB"], lines)
+
+
+def compiling(results: Results) -> str:
+    """Seconds by direction, a line a gate and setting."""
+    seconds = {(r["gate"], r["backend"], r["quant"], r["pass"]): r.get("compile_s") for r in results.compiling}
+    lines = [
+        [f"{NAMES[gate]}: {name}", *(number(seconds.get((gate, *column, direction)), 0) for direction in PASSES)]
+        for gate in GATES
+        for column, name in COLUMNS.items()
+    ]
+    return _table(["seconds", *DIRECTIONS.values()], [line for line in lines if set(line[1:]) != {DASH}])
 
 
 # ------------------------------------------------------------------ where the time goes
