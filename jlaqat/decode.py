@@ -270,7 +270,7 @@ def _decode(
     q, k, v, g, beta, memory = _same_shards((q, k, v, g, beta), memory, span, arrays)
     if by_kernels:
         operands = Inputs(q, k, v, g, beta, memory.S)
-        o, memory = decode_triton(quant, scale, operands, memory, portable=by_kernels != "triton")
+        o, memory = decode_triton(quant, scale, operands, memory, span, portable=by_kernels != "triton")
     elif T - skipped == 1 and tokens.cu_seqlens is None:
         active, sequence = jnp.ones(k.shape[0], bool), jnp.arange(k.shape[0], dtype=jnp.int32)
         if tokens.prefix is not None:

@@ -4,6 +4,8 @@ Mode "token", states in E4M3 or INT8 (by tile, key_row or value_row), bfloat16, 
 NVIDIA GPUs from SM80 on; `why_not` says what stands in the way of a call. The kernels walk the same rows as
 `decode_scan` and keep the same codes; sums over keys run in another order, so the two agree as float32 sums do. The
 backward keeps the state after every 64 tokens and runs a segment again, with the same kernel, before going through it.
+
+A sequence has the bits that it has alone, wherever its tokens lie: in a row to itself, in a part of one, or packed.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from jlaqat.decode_policy import DecodePolicy
 from jlaqat.decode_scan import Span, decode_scan
 from jlaqat.kernel_calls import Target, cannot_run, kernel_call, target_of
 from jlaqat.rounding import CODE_DTYPES
+from jlaqat.shards import all_varying_axes, vary_over
 from jlaqat.spec import CHUNK_SIZE, QuantArrays
 
 Array = jax.Array
@@ -28,7 +31,7 @@ Array = jax.Array
 def why_not(policy: DecodePolicy, key_dim: int, span: Span, dtype: Any) -> str | None:
     """The reason why the kernels cannot decode so, as the end of a sentence; None where they can.
 
-    key_dim: K. span: which tokens are decoded; all None where sequences start and end together. dtype: of the inputs.
+    key_dim: K. span: which tokens are decoded. dtype: of the inputs.
     """
     reason = cannot_run()
     if reason is not None:
@@ -41,50 +44,82 @@ def why_not(policy: DecodePolicy, key_dim: int, span: Span, dtype: Any) -> str |
         return "the kernels keep no error feedback"
     if policy.state is not None and not policy.keeps_codes:
         return "the kernels start from a rounded state (quantize_initial=True)"
-    if any(x is not None for x in span):
-        return "the kernels decode batches whose sequences start and end together, without cu_seqlens"
     from jlaqat.kernels import recurrent_pipeline
 
     return recurrent_pipeline.why_not(policy.state, key_dim)
 
 
 def decode_triton(
-    policy: DecodePolicy, scale: float, inputs: Inputs, memory: Memory, *, portable: bool = False
+    policy: DecodePolicy, scale: float, inputs: Inputs, memory: Memory, span: Span, *, portable: bool = False
 ) -> tuple[Array, Memory]:
-    """(o [B, T, HV, V], memory after all tokens), as `decode_scan` returns them. T ≥ 1.
+    """(o [B, T, HV, V], memory after the tokens of `span`), as `decode_scan` returns them. T ≥ 1.
 
     inputs: float32, k and g as the policy keeps them; initial_state is memory.S again, the one field of memory that a
-    gradient flows to. portable: lowered for other platforms than CUDA, run as the xla backend does.
+    gradient flows to. o is 0 at tokens that are not decoded. portable: lowered for other platforms than CUDA, run as
+    the xla backend does.
 
     Composes with jit (it runs on shards of batch and heads as they lie), grad, vmap (folded into the batch), scan,
     jax.checkpoint, and shard_map over batch and heads.
     """
-    o, S, values, codes_scale = _decode(target_of(portable=portable), policy, scale, inputs, memory.stored)
-    stored = Stored(values, codes_scale)
-    return o, memory._replace(S=S, stored=stored, position=memory.position + inputs.k.shape[1])
+    o, S, values, codes_scale = _decode(target_of(portable=portable), policy, scale, inputs, memory.stored, span)
+    B, T = inputs.k.shape[:2]
+    bounds = bounds_of(span, B, T)
+    position = memory.position + (T if bounds is None else bounds.count)
+    return o, memory._replace(S=S, stored=Stored(values, codes_scale), position=position)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _decode(target: Target, policy: DecodePolicy, scale: float, inputs: Inputs, entering: Stored):
-    o, stored, _ = _forward(target, policy, scale, False)(inputs[:5], entering)
+def _decode(target: Target, policy: DecodePolicy, scale: float, inputs: Inputs, entering: Stored, span: Span):
+    o, stored, _ = _forward(target, policy, scale, False)(inputs[:5], entering, span)
     return o, decode(stored, policy, jnp.float32), *stored
 
 
-def _decode_fwd(target: Target, policy: DecodePolicy, scale: float, inputs: Inputs, entering: Stored):
-    o, stored, saved = _forward(target, policy, scale, True)(inputs[:5], entering)
-    return (o, decode(stored, policy, jnp.float32), *stored), (inputs, entering, saved)
+def _decode_fwd(target: Target, policy: DecodePolicy, scale: float, inputs: Inputs, entering: Stored, span: Span):
+    o, stored, saved = _forward(target, policy, scale, True)(inputs[:5], entering, span)
+    return (o, decode(stored, policy, jnp.float32), *stored), (inputs, entering, span, saved)
 
 
 def _decode_bwd(target: Target, policy: DecodePolicy, scale: float, residuals: Any, cotangents: Any):
     """Gradients of the operands and of the entering state, straight through every rounding."""
-    inputs, entering, saved = residuals
+    inputs, entering, span, saved = residuals
     do, dS, *_ = cotangents
-    gradients = _backward(target, policy, scale)(inputs[:5], entering, saved, do, dS)
+    gradients = _backward(target, policy, scale)(inputs[:5], entering, span, saved, do, dS)
     given: list[Any] = [d.astype(x.dtype) for d, x in zip(gradients, inputs, strict=True)]
-    return Inputs(*given), None
+    return Inputs(*given), None, None
 
 
 _decode.defvjp(_decode_fwd, _decode_bwd)
+
+
+# ------------------------------------------------------------------ which tokens
+
+
+def bounds_of(span: Span, batch: int, num_tokens: int) -> Any:
+    """A span as the kernels take it, None where every sequence has all tokens of a row of its own.
+
+    Inside the arrays even where traced values break the rules. Sequences of several rows, as vmap folds packed ones,
+    count their tokens from the start of their row.
+    """
+    from jlaqat.kernels.recurrent_pipeline import Bounds
+
+    if all(x is None for x in span):
+        return None
+    if span.cu_seqlens is None:
+        begin, stop = jnp.zeros(batch, jnp.int32), jnp.full(batch, num_tokens, jnp.int32)
+    else:
+        cu = jax.lax.cummax(jnp.clip(span.cu_seqlens.astype(jnp.int32), 0, num_tokens).reshape(batch, -1), axis=1)
+        begin, stop = cu[:, :-1].reshape(-1), cu[:, 1:].reshape(-1)
+    if span.stop is not None:
+        stop = jnp.clip(begin + span.stop, begin, stop)
+    first = begin if span.start is None else jnp.clip(begin + span.start, begin, stop)
+    return Bounds(first, stop - first)
+
+
+def tokens_inside(bounds: Any, batch: int, num_tokens: int) -> Array:
+    """[B, T] bool: some sequence has the token."""
+    t = jnp.arange(num_tokens, dtype=jnp.int32)
+    first, count = bounds.first[:, None], bounds.count[:, None]
+    return ((t >= first) & (t < first + count)).reshape(batch, -1, num_tokens).any(axis=1)
 
 
 # ------------------------------------------------------------------ the two directions, on whichever platform
@@ -92,47 +127,40 @@ _decode.defvjp(_decode_fwd, _decode_bwd)
 
 @functools.cache
 def _forward(target: Target, policy: DecodePolicy, scale: float, with_saved: bool):
-    """(tokens, entering) -> (o, Stored, the states after every 64 tokens as the kernels keep them, or None)."""
-    from jlaqat.kernels import recurrent_pipeline
+    """(tokens, entering, span) -> (o, Stored, states after every 64 tokens as the kernels keep them, or None)."""
 
-    def kernels(tokens: Any, entering: Stored):
-        out = recurrent_pipeline.forward(
-            target.run,
-            recurrent_pipeline.Tokens(*tokens),
-            _as_kept(entering),
-            _options(target, policy, scale),
-            stride=CHUNK_SIZE if with_saved and tokens[0].shape[1] > CHUNK_SIZE else None,
-        )
-        return out.o, _as_stored(out.state, policy), out.saved
+    def kernels(tokens: Any, entering: Stored, span: Span):
+        options = options_of(target, policy, scale)
+        o, state, saved = launch_forward(target.run, options, tokens, as_kept(entering), span, with_saved)
+        return o, as_stored(state, policy), saved
 
-    def elsewhere(tokens: Any, entering: Stored):
+    def elsewhere(tokens: Any, entering: Stored, span: Span):
         """Nothing saved: the backward starts from the inputs again."""
-        o, memory = _by_scan(policy, scale, tokens, entering, decode(entering, policy, jnp.float32))
-        saved = jax.eval_shape(kernels, tokens, entering)[2]
-        return o, memory.stored, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), saved)
+        o, S, stored = _by_scan(policy, scale, tokens, entering, decode(entering, policy, jnp.float32), span)
+        saved = jax.eval_shape(kernels, tokens, entering, span)[2]
+        return o, stored, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), saved)
 
     return kernel_call(
         "decode_forward",
         target,
         kernels,
         elsewhere,
-        arguments=("tokens", "rows"),
+        arguments=("tokens", "rows", "sequences"),
         results=("tokens", "rows", "tokens"),
     )
 
 
 @functools.cache
 def _backward(target: Target, policy: DecodePolicy, scale: float):
-    """(tokens, entering, saved, do, dS) -> gradients of the five operands and of the entering state."""
+    """(tokens, entering, span, saved, do, dS) -> gradients of the five operands and of the entering state."""
 
-    def kernels(tokens: Any, entering: Stored, saved: Any, do: Array, dS: Array):
-        options = _options(target, policy, scale)
-        return _backward_by_segments(target.run, options, tokens, _as_kept(entering), saved, do, dS)
+    def kernels(tokens: Any, entering: Stored, span: Span, saved: Any, do: Array, dS: Array):
+        options = options_of(target, policy, scale)
+        return launch_backward(target.run, options, tokens, as_kept(entering), span, saved, do, dS)
 
-    def elsewhere(tokens: Any, entering: Stored, saved: Any, do: Array, dS: Array):
+    def elsewhere(tokens: Any, entering: Stored, span: Span, saved: Any, do: Array, dS: Array):
         def run(tokens: Any, S: Array):
-            o, memory = _by_scan(policy, scale, tokens, entering, S)
-            return o, memory.S
+            return _by_scan(policy, scale, tokens, entering, S, span)[:2]
 
         d_tokens, d_initial = jax.vjp(run, tokens, decode(entering, policy, jnp.float32))[1]((do, dS))
         return *d_tokens, d_initial
@@ -142,63 +170,104 @@ def _backward(target: Target, policy: DecodePolicy, scale: float):
         target,
         kernels,
         elsewhere,
-        arguments=("tokens", "rows", "tokens", "tokens", "rows"),
+        arguments=("tokens", "rows", "sequences", "tokens", "tokens", "rows"),
         results=(*["tokens"] * 5, "rows"),
     )
 
 
-def _by_scan(policy: DecodePolicy, scale: float, tokens: Any, entering: Stored, S: Array) -> tuple[Array, Memory]:
-    """The xla backend from the same operands."""
-    none = jnp.zeros(S.shape[0], jnp.int32)
-    memory = Memory(S, entering, None, None, none, none)
-    q, k, v, g, beta = tokens
-    return decode_scan(policy, scale, Inputs(q, k, v, g, beta, S), memory, Span(), QuantArrays())
+def _by_scan(policy: DecodePolicy, scale: float, tokens: Any, entering: Stored, S: Array, span: Span):
+    """(o, state, Stored) of the xla backend from the same operands."""
+
+    def run(tokens: Any, entering: Stored, S: Array, span: Span):
+        q, k, v, g, beta = tokens
+        none = jnp.zeros(S.shape[0], jnp.int32)
+        memory = Memory(S, entering, None, None, none, none)
+        o, memory = decode_scan(policy, scale, Inputs(q, k, v, g, beta, S), memory, span, QuantArrays())
+        return o, memory.S, memory.stored
+
+    rows = tokens[0].shape[0]
+    if span.cu_seqlens is None or rows == 1:
+        return run(tokens, entering, S, span)
+    # Packed rows that vmap stacked: one after the other, sequences by the row that they lie in.
+    by_row = jax.tree.map(lambda x: x.reshape(rows, -1, *x.shape[1:]), (tokens, entering, S, span))
+    by_row = (jax.tree.map(lambda x: x[:, None], tokens), *by_row[1:])
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), jax.lax.map(lambda row: run(*row), by_row))
 
 
-def _backward_by_segments(run: Any, options: Any, tokens: Any, entering: Any, saved: Any, do: Array, dS: Array):
-    """A segment of 64 tokens at a time, from the last: run again from its saved state, then gone through."""
-    from jlaqat.kernels import recurrent_pipeline
-    from jlaqat.kernels.recurrent_pipeline import State, Tokens
+# ------------------------------------------------------------------ launches
 
-    T = do.shape[1]
-    segments = -(-T // CHUNK_SIZE)
-    length = CHUNK_SIZE if segments > 1 else T
 
-    def cut(x: Array) -> Array:
-        """[N, T, ...] → [segments, N, length, ...]; filled up by tokens that neither write nor decay."""
-        x = jnp.pad(x, ((0, 0), (0, segments * length - T)) + ((0, 0),) * (x.ndim - 2))
-        return jnp.moveaxis(x.reshape(x.shape[0], segments, length, *x.shape[2:]), 1, 0)
+def launch_forward(run: Any, options: Any, tokens: Any, entering: Any, span: Span, with_saved: bool):
+    """(o, the last states, those after every 64 tokens or None), states as the kernels keep them."""
+    from jlaqat.kernels import recurrent_pipeline as pipeline
 
-    def starts(first: Array, later: Array | None) -> Array:
-        """[segments, N, ...]: what enters each segment."""
-        if later is None:
-            return first[None]
-        return jnp.concatenate([first[None], jnp.moveaxis(later, 1, 0)[: segments - 1]])
+    B, T = tokens[0].shape[:2]
+    bounds, stride = bounds_of(span, B, T), CHUNK_SIZE if with_saved and T > CHUNK_SIZE else None
+    out = pipeline.forward(run, pipeline.Tokens(*tokens), entering, options, bounds=bounds, stride=stride)
+    o = out.o if bounds is None else jnp.where(tokens_inside(bounds, B, T)[..., None, None], out.o, 0)
+    return o, out.state, out.saved
 
-    states = State(
-        starts(entering.values, None if saved is None else saved.values),
-        None if entering.scale is None else starts(entering.scale, None if saved is None else saved.scale),
-    )
 
-    def segment(dS: Array, part: Any):
-        tokens, state, do = part
-        again = recurrent_pipeline.forward(run, tokens, state, options, stride=1)
+def launch_backward(
+    run: Any, options: Any, tokens: Any, entering: Any, span: Span, saved: Any, do: Array, dS: Array
+) -> tuple[Array, ...]:
+    """At most 64 tokens of every sequence at a time, from the last: run again from a saved state, then gone through."""
+    from jlaqat.kernels import recurrent_pipeline as pipeline
+
+    B, T = do.shape[:2]
+    bounds, tokens = bounds_of(span, B, T), pipeline.Tokens(*tokens)
+    if bounds is None and T <= CHUNK_SIZE:
+        again = pipeline.forward(run, tokens, entering, options, stride=1)
         assert again.saved is not None
-        gradients = recurrent_pipeline.backward(run, tokens, state, again.saved, do, dS, options)
-        return gradients.state, gradients[:5]
+        return tuple(pipeline.backward(run, tokens, entering, again.saved, do, dS, options))
 
-    parts = (Tokens(*map(cut, tokens)), states, cut(do))
-    if segments == 1:
-        d_initial, gradients = segment(dS, jax.tree.map(lambda x: x[0], parts))
-    else:
-        d_initial, gradients = jax.lax.scan(segment, dS, parts, reverse=True)
-        gradients = tuple(
-            jnp.moveaxis(x, 0, 1).reshape(x.shape[1], segments * length, *x.shape[3:])[:, :T] for x in gradients
-        )
-    return *gradients, d_initial
+    N, most = dS.shape[0], min(CHUNK_SIZE, T)
+    ragged, row = bounds is not None, jnp.arange(N, dtype=jnp.int32) // (N // B)
+    if bounds is None:
+        bounds = pipeline.Bounds(jnp.zeros(N, jnp.int32), jnp.full(N, T, jnp.int32))
+    segments = -(-jnp.max(bounds.count, initial=0) // most) if ragged else -(-T // most)
+    padded = T if ragged else segments * most
+    axes = all_varying_axes(tokens, entering, bounds, saved, do, dS)
+
+    def entering_states(segment: Array) -> Any:
+        if saved is None:  # one segment
+            return entering
+        slots = saved.values.shape[1]
+        slot = jnp.clip((bounds.first + (most - 1)) // most + segment - 1, 0, slots - 1)
+
+        def pick(first: Array, later: Array) -> Array:
+            later = later.reshape(B * slots, *later.shape[2:])[row * slots + slot]
+            return jnp.where(segment == 0, first, later)
+
+        return jax.tree.map(pick, entering, saved)
+
+    def place(segment: Array, window: Any, whole: Array, part: Array) -> Array:
+        """The gradients of a segment [N, most, ...] in those of the call [B, padded, ...]."""
+        if not ragged:  # rows of no token come to lie past the end
+            return jax.lax.dynamic_update_slice_in_dim(whole, part, most * segment, axis=1)
+        t = jnp.arange(most, dtype=jnp.int32)
+        index = row[:, None] * T + window.first[:, None] + t
+        index = jnp.where(t < window.count[:, None], index, B * T)
+        flat = whole.reshape(B * T, *whole.shape[2:])
+        return flat.at[index].set(part, mode="drop").reshape(whole.shape)
+
+    def body(i: Array, carry: Any):
+        dS, gradients = carry
+        segment = jnp.asarray(segments - 1 - i, jnp.int32)
+        done = most * segment
+        window = pipeline.Bounds(bounds.first + done, jnp.clip(bounds.count - done, 0, most))
+        state = entering_states(segment)
+        again = pipeline.forward(run, tokens, state, options, bounds=window, stride=1, most=most)
+        assert again.saved is not None
+        out = pipeline.backward(run, tokens, state, again.saved, do, dS, options, bounds=window, most=most)
+        return out.state, tuple(place(segment, window, *pair) for pair in zip(gradients, out[:5]))
+
+    zeros = tuple(vary_over(jnp.zeros((B, padded, *x.shape[2:]), jnp.float32), axes) for x in tokens)
+    d_initial, gradients = jax.lax.fori_loop(0, segments, body, (vary_over(dS, axes), zeros))
+    return *(x[:, :T] for x in gradients), d_initial
 
 
-def _options(target: Target, policy: DecodePolicy, scale: float) -> Any:
+def options_of(target: Target, policy: DecodePolicy, scale: float) -> Any:
     from jlaqat.kernels import recurrent_pipeline
 
     return recurrent_pipeline.Options(
@@ -209,7 +278,7 @@ def _options(target: Target, policy: DecodePolicy, scale: float) -> Any:
     )
 
 
-def _as_kept(stored: Stored) -> Any:
+def as_kept(stored: Stored) -> Any:
     """Codes as the bytes that the kernels read."""
     from jlaqat.kernels.recurrent_pipeline import State
 
@@ -217,7 +286,7 @@ def _as_kept(stored: Stored) -> Any:
     return State(values if stored.scale is None else jax.lax.bitcast_convert_type(values, jnp.uint8), stored.scale)
 
 
-def _as_stored(state: Any, policy: DecodePolicy) -> Stored:
+def as_stored(state: Any, policy: DecodePolicy) -> Stored:
     if state.scale is None or policy.state is None:
         return Stored(state.values, None)
     return Stored(jax.lax.bitcast_convert_type(state.values, CODE_DTYPES[policy.state.format]), state.scale)

@@ -155,12 +155,17 @@ def compile_recurrent(
     batch: int = 8,
     tokens: int = 64,
     read_stored: bool = False,
+    packed: bool = False,
 ) -> list[Compiled]:
-    """Compiles the recurrence, forward and backward. heads: of q and k, and of v."""
+    """Compiles the recurrence, forward and backward.
+
+    heads: of q and k, and of v. packed: `batch` sequences in one row.
+    """
     h, hv = heads
-    q, v = FakeArray((batch, tokens, h, key_dim), dtype), FakeArray((batch, tokens, hv, value_dim), dtype)
-    g = FakeArray((batch, tokens, hv, key_dim) if gate == "kda" else (batch, tokens, hv), "float32")
-    operands = recurrent_pipeline.Tokens(q, q, v, g, FakeArray((batch, tokens, hv), dtype))
+    rows = 1 if packed else batch
+    q, v = FakeArray((rows, tokens, h, key_dim), dtype), FakeArray((rows, tokens, hv, value_dim), dtype)
+    g = FakeArray((rows, tokens, hv, key_dim) if gate == "kda" else (rows, tokens, hv), "float32")
+    operands = recurrent_pipeline.Tokens(q, q, v, g, FakeArray((rows, tokens, hv), dtype))
     options = recurrent_pipeline.Options(
         scale=key_dim**-0.5, state=state, read_stored=read_stored, hardware_fp8=architecture >= 89
     )
@@ -169,10 +174,14 @@ def compile_recurrent(
     dtypes = {None: "float32", "bfloat16": "bfloat16", "float16": "float16"}
     values = FakeArray((batch, hv, key_dim, value_dim), dtypes.get(state and state.format, "uint8"))
     entering = recurrent_pipeline.State(values, FakeArray((1,), "float32"))
-    out = recurrent_pipeline.forward(run, operands, entering, options, stride=1)
-    assert out.saved is not None
     d_leaving = FakeArray(values.shape, "float32")
-    recurrent_pipeline.backward(run, operands, entering, out.saved, v, d_leaving, options)
+    which: dict[str, Any] = {}
+    if packed:
+        which = {"bounds": recurrent_pipeline.Bounds(*[FakeArray((batch,), "int32")] * 2), "most": 64}
+        recurrent_pipeline.forward(run, operands, entering, options, bounds=which["bounds"], stride=64)
+    out = recurrent_pipeline.forward(run, operands, entering, options, stride=1, **which)
+    assert out.saved is not None
+    recurrent_pipeline.backward(run, operands, entering, out.saved, v, d_leaving, options, **which)
     return report
 
 

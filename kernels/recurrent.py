@@ -60,6 +60,7 @@ def store_rounded(
     FORMAT: tl.constexpr,
     GRANULARITY: tl.constexpr,
     HARDWARE_FP8: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
     """Codes and scales, or values, as they are kept."""
     BK: tl.constexpr = b_code.shape[0]
@@ -68,7 +69,7 @@ def store_rounded(
     o_k = tl.arange(0, BK)
     o_v = i_v + tl.arange(0, BV)
     m = (o_k < K)[:, None] & (o_v < V)[None, :]
-    p = p_values + state * K * V + o_k[:, None] * V + o_v[None, :]
+    p = p_values + state * K * V + o_k[:, None] * V + tl.max_contiguous(o_v, VECTOR)[None, :]
     if FORMAT == "e4m3" or FORMAT == "int8":
         tl.store(p, encode(b_code, FORMAT, HARDWARE_FP8), mask=m)
         if GRANULARITY == "tile":
@@ -79,6 +80,54 @@ def store_rounded(
             tl.store(p_scale + state * V + o_v, b_scale, mask=o_v < V)
     else:
         tl.store(p, b_code.to(p_values.dtype.element_ty), mask=m)
+
+
+@triton.jit
+def load_kept(
+    p_values,
+    p_scale,
+    state,
+    i_v,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    FORMAT: tl.constexpr,
+    GRANULARITY: tl.constexpr,
+    HARDWARE_FP8: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """(codes, scales) that `store_rounded` wrote, float32, zero outside; without codes the values and 1."""
+    PROGRAMS_V: tl.constexpr = (V + BV - 1) // BV
+    o_k = tl.arange(0, BK)
+    o_v = i_v + tl.arange(0, BV)
+    m = (o_k < K)[:, None] & (o_v < V)[None, :]
+    p = p_values + state * K * V + o_k[:, None] * V + tl.max_contiguous(o_v, VECTOR)[None, :]
+    b = tl.load(p, mask=m, other=0)
+    if FORMAT == "float32" or FORMAT == "bfloat16" or FORMAT == "float16":
+        return b.to(tl.float32), tl.full([], 1.0, tl.float32)
+    else:
+        b_code = decode(b, FORMAT, HARDWARE_FP8)
+        if GRANULARITY == "tile":
+            return b_code, tl.load(p_scale + state * PROGRAMS_V + i_v // BV)
+        elif GRANULARITY == "key_row":
+            p = p_scale + (state * K + o_k) * PROGRAMS_V + i_v // BV
+            return b_code, tl.load(p, mask=o_k < K, other=0.0)
+        else:
+            return b_code, tl.load(p_scale + state * V + o_v, mask=o_v < V, other=0.0)
+
+
+@triton.jit
+def apply_scale(b_code, b_scale, FORMAT: tl.constexpr, GRANULARITY: tl.constexpr):
+    """The state that codes and scales stand for."""
+    if FORMAT == "float32" or FORMAT == "bfloat16" or FORMAT == "float16":
+        return b_code
+    elif GRANULARITY == "tile":
+        return b_code * b_scale
+    elif GRANULARITY == "key_row":
+        return b_code * b_scale[:, None]
+    else:
+        return b_code * b_scale[None, :]
 
 
 @triton.jit
@@ -94,25 +143,24 @@ def load_rounded(
     FORMAT: tl.constexpr,
     GRANULARITY: tl.constexpr,
     HARDWARE_FP8: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
     """The state that `store_rounded` wrote, float32, zero outside."""
-    PROGRAMS_V: tl.constexpr = (V + BV - 1) // BV
-    o_k = tl.arange(0, BK)
-    o_v = i_v + tl.arange(0, BV)
-    m = (o_k < K)[:, None] & (o_v < V)[None, :]
-    b = tl.load(p_values + state * K * V + o_k[:, None] * V + o_v[None, :], mask=m, other=0)
-    if FORMAT == "float32" or FORMAT == "bfloat16" or FORMAT == "float16":
-        return b.to(tl.float32)
+    b_code, b_scale = load_kept(p_values, p_scale, state, i_v, K, V, BK, BV, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR)
+    return apply_scale(b_code, b_scale, FORMAT, GRANULARITY)
+
+
+@triton.jit
+def rows_of(p_first, p_count, i_n, T, PER_ROW, RAGGED: tl.constexpr):
+    """(the row of operands [B, T, ...] that sequence i_n lies in, its first token there, how many tokens it has).
+
+    RAGGED: PER_ROW sequences share a row; otherwise each has one to itself.
+    """
+    if RAGGED:
+        # A sequence without tokens may start past the end; what is loaded for it is not used.
+        return i_n // PER_ROW, tl.minimum(tl.load(p_first + i_n), T - 1), tl.load(p_count + i_n)
     else:
-        b_code = decode(b, FORMAT, HARDWARE_FP8)
-        if GRANULARITY == "tile":
-            return b_code * tl.load(p_scale + state * PROGRAMS_V + i_v // BV)
-        elif GRANULARITY == "key_row":
-            s = tl.load(p_scale + (state * K + o_k) * PROGRAMS_V + i_v // BV, mask=o_k < K, other=0.0)
-            return b_code * s[:, None]
-        else:
-            s = tl.load(p_scale + state * V + o_v, mask=o_v < V, other=0.0)
-            return b_code * s[None, :]
+        return i_n, 0, T
 
 
 @triton.jit
@@ -147,22 +195,23 @@ def load_token(
 
 @triton.jit
 def recurrent_forward_kernel(
-    p_q,  # [N, T, H, K]
-    p_k,  # [N, T, H, K]
-    p_v,  # [N, T, HV, V]
-    p_g,  # [N, T, HV] or [N, T, HV, K] float32
-    p_beta,  # [N, T, HV]
-    p_values,  # [N, IN_SLOTS, HV, K, V], the states that enter: codes (uint8), 16-bit floats or float32
+    p_q,  # [B, T, H, K]
+    p_k,  # [B, T, H, K]
+    p_v,  # [B, T, HV, V]
+    p_g,  # [B, T, HV] or [B, T, HV, K] float32
+    p_beta,  # [B, T, HV]
+    p_values,  # [N, HV, K, V], the states that enter: codes (uint8), 16-bit floats or float32
     p_scale,  # their scales, see `store_rounded`; any array where there are none
-    p_o,  # out: [N, T, HV, V]
+    p_first,  # [N] int32, see `rows_of`; any array where not RAGGED
+    p_count,  # [N] int32
+    p_o,  # out: [B, T, HV, V]; rows of no sequence are not written
     p_values_out,  # out: [N, HV, K, V], the states that leave
     p_scale_out,  # out
-    p_saved,  # out: [N, SLOTS, HV, K, V], the states after every STRIDE tokens
+    p_saved,  # out: the states after every STRIDE tokens, [N, SLOTS, HV, K, V] or (SHARED_SLOTS) [B, SLOTS, HV, K, V]
     p_saved_scale,  # out
     scale,
     T,
-    IN_SLOTS,
-    IN_SLOT,
+    PER_ROW,
     SLOTS,
     STRIDE,
     H: tl.constexpr,
@@ -172,10 +221,13 @@ def recurrent_forward_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
     IS_KDA: tl.constexpr,
+    RAGGED: tl.constexpr,
+    SHARED_SLOTS: tl.constexpr,
     FORMAT: tl.constexpr,
     GRANULARITY: tl.constexpr,
     READ_STORED: tl.constexpr,
     HARDWARE_FP8: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
     pid = tl.program_id(0)
     PROGRAMS_V: tl.constexpr = (V + BV - 1) // BV
@@ -185,17 +237,27 @@ def recurrent_forward_kernel(
     i_h = i_hv // (HV // H)
     o_k = tl.arange(0, BK)
     o_v = i_v + tl.arange(0, BV)
-    entering = (i_n * IN_SLOTS + IN_SLOT) * HV + i_hv
-    b_s = load_rounded(p_values, p_scale, entering, i_v, K, V, BK, BV, FORMAT, GRANULARITY, HARDWARE_FP8)
-    row = i_n * T
+    state = i_n * HV + i_hv
+    b_code, b_scale = load_kept(p_values, p_scale, state, i_v, K, V, BK, BV, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR)
+    b_s = apply_scale(b_code, b_scale, FORMAT, GRANULARITY)
+    i_b, first, count = rows_of(p_first, p_count, i_n, T, PER_ROW, RAGGED)
+    if RAGGED:  # noqa: SIM102 (no branch where the number is known)
+        if count == 0:
+            store_rounded(
+                p_values_out, p_scale_out, state, b_code, b_scale, i_v, K, V, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR
+            )
+    slot = i_n * SLOTS
+    if SHARED_SLOTS:  # the slot of a token's state is the token's number by STRIDE: no two sequences have the same
+        slot = i_b * SLOTS + (first + STRIDE - 1) // STRIDE
+    row = i_b * T + first
     q, k, v, g, beta = load_token(p_q, p_k, p_v, p_g, p_beta, row, i_h, i_hv, o_k, o_v, H, HV, K, V, IS_KDA)
-    for t in range(T):
+    for t in range(count):
         b_q = q.to(tl.float32) * scale
         b_k = k.to(tl.float32)
         b_v = v.to(tl.float32)
         b_beta = beta.to(tl.float32)
         b_decay = tl.exp(g.to(tl.float32))
-        ahead = row + tl.minimum(T - 1 - t, 1)
+        ahead = row + tl.minimum(count - 1 - t, 1)
         q, k, v, g, beta = load_token(p_q, p_k, p_v, p_g, p_beta, ahead, i_h, i_hv, o_k, o_v, H, HV, K, V, IS_KDA)
         if IS_KDA:
             b_s = b_s * b_decay[:, None]
@@ -210,23 +272,62 @@ def recurrent_forward_kernel(
             b_o = tl.sum(b_s * b_q[:, None], axis=0)
         tl.store(p_o + (row * HV + i_hv) * V + o_v, b_o.to(p_o.dtype.element_ty), mask=o_v < V)
         if (t + 1) % STRIDE == 0:
-            saved = (i_n * SLOTS + (t + 1) // STRIDE - 1) * HV + i_hv
-            store_rounded(p_saved, p_saved_scale, saved, b_code, b_scale, i_v, K, V, FORMAT, GRANULARITY, HARDWARE_FP8)
-        if t == T - 1:
+            saved = (slot + (t + 1) // STRIDE - 1) * HV + i_hv
             store_rounded(
-                p_values_out,
-                p_scale_out,
-                i_n * HV + i_hv,
-                b_code,
-                b_scale,
-                i_v,
-                K,
-                V,
-                FORMAT,
-                GRANULARITY,
-                HARDWARE_FP8,
+                p_saved, p_saved_scale, saved, b_code, b_scale, i_v, K, V, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR
+            )
+        if t == count - 1:
+            store_rounded(
+                p_values_out, p_scale_out, state, b_code, b_scale, i_v, K, V, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR
             )
         row += 1
+
+
+@triton.jit
+def store_token_gradients(
+    p_dq,  # as `recurrent_backward_kernel` has them
+    p_dk,
+    p_dv,
+    p_dg,
+    p_dbeta,
+    b_ds,  # [BK, BV], gradient of the state after the token
+    b_r,  # [BK, BV], the decayed state
+    b_dq,  # [BK]
+    b_error,  # [BV], v - r k; the update is beta * error as it was rounded
+    b_update,
+    b_q,
+    b_k,
+    b_decay,
+    b_beta,
+    b_do,
+    row,
+    part,
+    i_hv,
+    o_k,
+    o_v,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    PROGRAMS_V: tl.constexpr,
+    IS_KDA: tl.constexpr,
+):
+    """Stores a program's part of a token's gradients; returns that of the state before the token."""
+    parts = (row * (HV * PROGRAMS_V) + part) * K + o_k
+    tl.store(p_dq + parts, b_dq, mask=o_k < K)
+    b_dw = b_ds + b_q[:, None] * b_do[None, :]
+    b_dupdate = tl.sum(b_dw * b_k[:, None], axis=0)
+    b_dv = b_beta * b_dupdate
+    tl.store(p_dv + (row * HV + i_hv) * V + o_v, b_dv, mask=o_v < V)
+    tl.store(p_dbeta + row * (HV * PROGRAMS_V) + part, tl.sum(b_dupdate * b_error, axis=0))
+    b_dk = tl.sum(b_dw * b_update[None, :] - b_r * b_dv[None, :], axis=1)
+    tl.store(p_dk + parts, b_dk, mask=o_k < K)
+    b_dr = b_dw - b_k[:, None] * b_dv[None, :]
+    b_dg = tl.sum(b_r * b_dr, axis=1)
+    if IS_KDA:
+        tl.store(p_dg + parts, b_dg, mask=o_k < K)
+    else:
+        tl.store(p_dg + row * (HV * PROGRAMS_V) + part, tl.sum(b_dg, axis=0))
+    return b_dr * b_decay
 
 
 @triton.jit
@@ -238,20 +339,22 @@ def recurrent_backward_kernel(
     p_beta,
     p_values,
     p_scale,
-    p_saved,  # [N, T, HV, K, V], the states after every token, and their scales
+    p_first,
+    p_count,
+    p_saved,  # [N, LENGTH, HV, K, V], the states after every token, and their scales
     p_saved_scale,
-    p_do,  # [N, T, HV, V]
+    p_do,  # [B, T, HV, V]
     p_ds,  # [N, HV, K, V] float32, gradient of the states that leave
-    p_dq,  # out: [N, T, HV * PROGRAMS_V, K] float32, a part a program, of a value head's q
-    p_dk,  # out: the same
-    p_dv,  # out: [N, T, HV, V] float32
-    p_dg,  # out: [N, T, HV * PROGRAMS_V] or [N, T, HV * PROGRAMS_V, K] float32
-    p_dbeta,  # out: [N, T, HV * PROGRAMS_V] float32
+    p_dq,  # out: [N, LENGTH, HV * PROGRAMS_V, K] float32, a part a program, of a value head's q; rows past a sequence's
+    p_dk,  # tokens are not written. out: the same
+    p_dv,  # out: [N, LENGTH, HV, V] float32
+    p_dg,  # out: [N, LENGTH, HV * PROGRAMS_V] or [N, LENGTH, HV * PROGRAMS_V, K] float32
+    p_dbeta,  # out: [N, LENGTH, HV * PROGRAMS_V] float32
     p_ds_in,  # out: [N, HV, K, V] float32, gradient of the states that enter
     scale,
     T,
-    IN_SLOTS,
-    IN_SLOT,
+    PER_ROW,
+    LENGTH,
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -259,10 +362,12 @@ def recurrent_backward_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
     IS_KDA: tl.constexpr,
+    RAGGED: tl.constexpr,
     FORMAT: tl.constexpr,
     GRANULARITY: tl.constexpr,
     READ_STORED: tl.constexpr,
     HARDWARE_FP8: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
     """Straight through every rounding; R, r and the written state are formed again from the saved ones."""
     pid = tl.program_id(0)
@@ -277,19 +382,26 @@ def recurrent_backward_kernel(
     m_s = (o_k < K)[:, None] & (o_v < V)[None, :]
     o_s = (i_n * HV + i_hv) * K * V + o_k[:, None] * V + o_v[None, :]
     b_ds = tl.load(p_ds + o_s, mask=m_s, other=0.0)
+    i_b, first, count = rows_of(p_first, p_count, i_n, T, PER_ROW, RAGGED)
+    last = tl.maximum(count - 1, 0)
+    row = i_b * T + first + last
+    own = i_n * LENGTH + last  # the token's row in what is a sequence's own
     if READ_STORED:
-        last = (i_n * T + T - 1) * HV + i_hv
-        b_read = load_rounded(p_saved, p_saved_scale, last, i_v, K, V, BK, BV, FORMAT, GRANULARITY, HARDWARE_FP8)
-    row = i_n * T + T - 1
+        b_read = load_rounded(
+            p_saved, p_saved_scale, own * HV + i_hv, i_v, K, V, BK, BV, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR
+        )
     q, k, v, g, beta = load_token(p_q, p_k, p_v, p_g, p_beta, row, i_h, i_hv, o_k, o_v, H, HV, K, V, IS_KDA)
     do = tl.load(p_do + (row * HV + i_hv) * V + o_v, mask=o_v < V, other=0.0)
-    for back in range(T):
-        if back < T - 1:
-            before = (row - 1) * HV + i_hv
-            b_s = load_rounded(p_saved, p_saved_scale, before, i_v, K, V, BK, BV, FORMAT, GRANULARITY, HARDWARE_FP8)
+    for back in range(count):
+        if back < count - 1:
+            before = (own - 1) * HV + i_hv
+            b_s = load_rounded(
+                p_saved, p_saved_scale, before, i_v, K, V, BK, BV, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR
+            )
         else:
-            entering = (i_n * IN_SLOTS + IN_SLOT) * HV + i_hv
-            b_s = load_rounded(p_values, p_scale, entering, i_v, K, V, BK, BV, FORMAT, GRANULARITY, HARDWARE_FP8)
+            b_s = load_rounded(
+                p_values, p_scale, i_n * HV + i_hv, i_v, K, V, BK, BV, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR
+            )
         b_q = q.to(tl.float32) * scale
         b_k = k.to(tl.float32)
         b_v = v.to(tl.float32)
@@ -298,7 +410,7 @@ def recurrent_backward_kernel(
         b_decay = tl.exp(g.to(tl.float32))
         if IS_KDA:
             b_decay = b_decay[:, None]
-        ahead = row - tl.minimum(T - 1 - back, 1)
+        ahead = row - tl.minimum(count - 1 - back, 1)
         q, k, v, g, beta = load_token(p_q, p_k, p_v, p_g, p_beta, ahead, i_h, i_hv, o_k, o_v, H, HV, K, V, IS_KDA)
         do = tl.load(p_do + (ahead * HV + i_hv) * V + o_v, mask=o_v < V, other=0.0)
         b_r = b_s * b_decay  # the decayed state; the update is beta * error
@@ -306,23 +418,36 @@ def recurrent_backward_kernel(
         b_update = b_beta * b_error
         if not READ_STORED:
             b_read = b_r + b_k[:, None] * b_update[None, :]
-        parts = (row * (HV * PROGRAMS_V) + part) * K + o_k
-        tl.store(p_dq + parts, tl.sum(b_read * b_do[None, :], axis=1) * scale, mask=o_k < K)
+        b_dq = tl.sum(b_read * b_do[None, :], axis=1) * scale
         if READ_STORED:
             b_read = b_s
-        b_dw = b_ds + b_q[:, None] * b_do[None, :]
-        b_dupdate = tl.sum(b_dw * b_k[:, None], axis=0)
-        b_dv = b_beta * b_dupdate
-        tl.store(p_dv + (row * HV + i_hv) * V + o_v, b_dv, mask=o_v < V)
-        tl.store(p_dbeta + row * (HV * PROGRAMS_V) + part, tl.sum(b_dupdate * b_error, axis=0))
-        b_dk = tl.sum(b_dw * b_update[None, :] - b_r * b_dv[None, :], axis=1)
-        tl.store(p_dk + parts, b_dk, mask=o_k < K)
-        b_dr = b_dw - b_k[:, None] * b_dv[None, :]
-        b_dg = tl.sum(b_r * b_dr, axis=1)
-        if IS_KDA:
-            tl.store(p_dg + parts, b_dg, mask=o_k < K)
-        else:
-            tl.store(p_dg + row * (HV * PROGRAMS_V) + part, tl.sum(b_dg, axis=0))
-        b_ds = b_dr * b_decay
+        b_ds = store_token_gradients(
+            p_dq,
+            p_dk,
+            p_dv,
+            p_dg,
+            p_dbeta,
+            b_ds,
+            b_r,
+            b_dq,
+            b_error,
+            b_update,
+            b_q,
+            b_k,
+            b_decay,
+            b_beta,
+            b_do,
+            own,
+            part,
+            i_hv,
+            o_k,
+            o_v,
+            HV,
+            K,
+            V,
+            PROGRAMS_V,
+            IS_KDA,
+        )
         row -= 1
+        own -= 1
     tl.store(p_ds_in + o_s, b_ds, mask=m_s)

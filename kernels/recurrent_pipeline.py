@@ -5,7 +5,7 @@
 
 The backward wants the states after every token (`stride=1`), so a caller goes through long sequences in segments: a
 forward that saves a state every so many tokens, then, from the last segment to the first, a forward again from the
-saved state (the same kernel, the same bits) and the backward.
+saved state (the same kernel, the same bits) and the backward. `Bounds` say which tokens a sequence or a segment has.
 """
 
 from __future__ import annotations
@@ -23,17 +23,27 @@ NEVER = 1 << 30
 
 
 class Tokens(NamedTuple):
-    """Operands of N sequences of T tokens, T ≥ 1. k and g as the policy keeps them."""
+    """Operands, T ≥ 1: a sequence a row, or N as `Bounds` say. k and g as the policy keeps them."""
 
-    q: Any  # [N, T, H, K]
-    k: Any  # [N, T, H, K]
-    v: Any  # [N, T, HV, V]
-    g: Any  # [N, T, HV] or [N, T, HV, K] float32, log decay
-    beta: Any  # [N, T, HV]
+    q: Any  # [B, T, H, K]
+    k: Any  # [B, T, H, K]
+    v: Any  # [B, T, HV, V]
+    g: Any  # [B, T, HV] or [B, T, HV, K] float32, log decay
+    beta: Any  # [B, T, HV]
+
+
+class Bounds(NamedTuple):
+    """Which tokens N sequences have, N / B of them a row of the operands: the first N / B lie in row 0, and so on.
+
+    A row's sequences lie apart and in order; 0 ≤ first and first + count ≤ T. Sequences may have no tokens.
+    """
+
+    first: Any  # [N] int32, in the sequence's row
+    count: Any  # [N] int32
 
 
 class State(NamedTuple):
-    """States as they are kept: [N, slots, HV, K, V] or [N, HV, K, V].
+    """States as they are kept: [N, HV, K, V], or with slots in between.
 
     values: uint8 codes (E4M3's bits, or INT8 in two's complement), bfloat16, float16 or float32.
     scale: float32 [..., HV, ceil(V / block_v)] (tile), [..., HV, K, ceil(V / 32)] (key_row), [..., HV, V] (value_row);
@@ -45,17 +55,19 @@ class State(NamedTuple):
 
 
 class Output(NamedTuple):
-    o: Any  # [N, T, HV, V] in v's dtype
-    state: State  # after the last token
-    saved: State | None  # [N, T // stride, ...] after every `stride` tokens
+    o: Any  # [B, T, HV, V] in v's dtype; not written where no sequence has a token
+    state: State  # after the last token; what entered where there is none
+    saved: State | None  # after every `stride` tokens, see `forward`
 
 
 class Gradients(NamedTuple):
-    q: Any  # [N, T, H, K] float32
-    k: Any  # [N, T, H, K] float32
-    v: Any  # [N, T, HV, V] float32
+    """Rows of tokens are a sequence's own, [N, length], and not written past its tokens."""
+
+    q: Any  # [N, length, H, K] float32
+    k: Any  # [N, length, H, K] float32
+    v: Any  # [N, length, HV, V] float32
     g: Any  # as g, float32
-    beta: Any  # [N, T, HV] float32
+    beta: Any  # [N, length, HV] float32
     state: Any  # [N, HV, K, V] float32
 
 
@@ -77,6 +89,7 @@ class Options:
     hardware_fp8: bool = False
     width: int | None = None
     warps: int | None = None
+    vector: int | None = None
 
     def __post_init__(self) -> None:
         if self.state is not None:
@@ -102,17 +115,33 @@ def why_not(spec: QuantSpec | None, key_dim: int) -> str | None:
     return None
 
 
-class _Call(NamedTuple):
-    """Sizes and constants of the two directions."""
+class Call(NamedTuple):
+    """Sizes and constants of the two directions; replay has the same."""
 
     tokens: Tokens
     options: Options
+    bounds: Bounds | None = None
+    most: int | None = None  # tokens that a sequence has at most, T unless given
+
+    @property
+    def sequences(self) -> int:
+        """N"""
+        return int((self.tokens.q if self.bounds is None else self.bounds.first).shape[0])
+
+    @property
+    def length(self) -> int:
+        return self.most or int(self.tokens.q.shape[1])
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """How the tokens of a backward lie: [N, length], a sequence's own."""
+        return self.sequences, self.length
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int, int]:
-        """N, T, H, HV, K, V"""
-        n, t, h, k = self.tokens.q.shape
-        return n, t, h, self.tokens.v.shape[2], k, self.tokens.v.shape[3]
+        """B, T, H, HV, K, V"""
+        b, t, h, k = self.tokens.q.shape
+        return b, t, h, self.tokens.v.shape[2], k, self.tokens.v.shape[3]
 
     @property
     def format(self) -> str:
@@ -137,6 +166,10 @@ class _Call(NamedTuple):
         widths = {"float32": 64, "bfloat16": 32, "float16": 32}
         return min(self.options.width or widths.get(self.format, 16), power_of_two(v))
 
+    @property
+    def vector(self) -> int:
+        return self.options.vector or 16
+
     def warps(self, states: int = 1) -> int:
         """By the elements that a thread holds of the `states` tiles a program works on."""
         if self.options.warps is not None:
@@ -147,6 +180,10 @@ class _Call(NamedTuple):
     @property
     def programs_v(self) -> int:
         return -(-self.sizes[5] // self.width)
+
+    @property
+    def programs(self) -> int:
+        return self.sequences * int(self.sizes[3]) * self.programs_v
 
     def constants(self) -> dict[str, Any]:
         _, t, h, hv, k, v = self.sizes
@@ -164,7 +201,14 @@ class _Call(NamedTuple):
             "GRANULARITY": self.granularity,
             "READ_STORED": self.options.read_stored,
             "HARDWARE_FP8": self.options.hardware_fp8,
+            "VECTOR": self.vector,
         }
+
+    def ragged(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Inputs and constants that say which tokens a sequence has."""
+        first, count = (self.tokens.beta,) * 2 if self.bounds is None else self.bounds
+        per_row = self.sequences // self.sizes[0]
+        return {"p_first": first, "p_count": count}, {"PER_ROW": per_row, "RAGGED": self.bounds is not None}
 
     def inputs(self, state: State) -> dict[str, Any]:
         operands = {f"p_{name}": x for name, x in zip(Tokens._fields, self.tokens)}
@@ -179,6 +223,19 @@ class _Call(NamedTuple):
         values = Buffer((*leading, hv, k, v), dtype)
         return values, Buffer((*leading, hv, *scale), "float32") if scale else UNUSED
 
+    def parts(self) -> dict[str, Buffer]:
+        """What the programs of a backward write."""
+        _, _, _, hv, k, v = self.sizes
+        (n, t), parts = self.rows, hv * self.programs_v
+        return {
+            "p_dq": Buffer((n, t, parts, k), "float32"),
+            "p_dk": Buffer((n, t, parts, k), "float32"),
+            "p_dv": Buffer((n, t, hv, v), "float32"),
+            "p_dg": Buffer((n, t, parts, *self.tokens.g.shape[3:]), "float32"),
+            "p_dbeta": Buffer((n, t, parts), "float32"),
+            "p_ds_in": Buffer((self.sequences, hv, k, v), "float32"),
+        }
+
     def state_of(self, values: Any, scale: Any) -> State:
         return State(values, scale if self.coded else None)
 
@@ -189,25 +246,31 @@ def forward(
     state: State,
     options: Options,
     *,
+    bounds: Bounds | None = None,
     stride: int | None = None,
-    slot: tuple[int, int] = (1, 0),
+    most: int | None = None,
 ) -> Output:
-    """The tokens in order, from `state`. slot: (how many states a sequence has in it, which of them enters).
+    """The tokens in order, from `state` [N, HV, K, V].
 
-    stride: save the state after every so many tokens; None saves none.
+    stride: save the state after every so many tokens; None saves none. Without `most` sequences share the slots of
+      their row: saved is [B, ceil(T / stride), ...] (without bounds T // stride), and the state after a token that is
+      saved lies at the token's number in its row // stride. most: tokens that a sequence has at most; then saved is
+      [N, most // stride, ...], a sequence's own.
 
     Raises UnsupportedByKernels for what `why_not` names, before any launch; `backward` likewise.
     """
-    call = _Call(tokens, options)
-    n, t, _, hv, _, _ = call.sizes
+    call = Call(tokens, options, bounds, most)
+    b, t, _, _, _, _ = call.sizes
     _check(call)
-    slots = t // stride if stride else 0
-    values, scales = call.kept(n)
-    saved, saved_scales = call.kept(n, slots) if slots else (UNUSED, UNUSED)
+    shared = bounds is not None and most is None
+    slots = 0 if stride is None else -(-t // stride) if shared else call.length // stride
+    values, scales = call.kept(call.sequences)
+    saved, saved_scales = call.kept(b if shared else call.sequences, slots) if slots else (UNUSED, UNUSED)
+    inputs, constants = call.ragged()
     launch = Launch(
         kernel=recurrent.recurrent_forward_kernel,
-        grid=n * hv * call.programs_v,
-        inputs=call.inputs(state),
+        grid=call.programs,
+        inputs={**call.inputs(state), **inputs},
         outputs={
             "p_o": Buffer(tuple(tokens.v.shape), dtype_name(tokens.v)),
             "p_values_out": values,
@@ -217,10 +280,10 @@ def forward(
         },
         constants={
             **call.constants(),
-            "IN_SLOTS": slot[0],
-            "IN_SLOT": slot[1],
+            **constants,
             "SLOTS": slots,
             "STRIDE": stride if slots else NEVER,
+            "SHARED_SLOTS": shared,
         },
         num_warps=call.warps(),
         num_stages=1,
@@ -243,42 +306,42 @@ def backward(
     d_leaving: Any,
     options: Options,
     *,
-    slot: tuple[int, int] = (1, 0),
+    bounds: Bounds | None = None,
+    most: int | None = None,
 ) -> Gradients:
     """Gradients of the tokens and of the entering states, straight through every rounding.
 
-    state, slot: as the forward got them; saved: what it saved at `stride=1`. do: [N, T, HV, V]; d_leaving: [N, HV, K,
-    V] float32.
+    state, bounds, most: as the forward got them (with bounds it must have had `most`); saved: what it saved at
+    `stride=1`. do: [B, T, HV, V]; d_leaving: [N, HV, K, V] float32.
     """
-    call = _Call(tokens, options)
-    n, t, h, hv, k, v = call.sizes
+    call = Call(tokens, options, bounds, most)
     _check(call)
-    parts = hv * call.programs_v
-    kda = len(tokens.g.shape) == 4
+    inputs, constants = call.ragged()
     launch = Launch(
         kernel=recurrent.recurrent_backward_kernel,
-        grid=n * parts,
+        grid=call.programs,
         inputs={
             **call.inputs(state),
+            **inputs,
             "p_saved": saved.values,
             "p_saved_scale": tokens.beta if saved.scale is None else saved.scale,
             "p_do": do,
             "p_ds": d_leaving,
         },
-        outputs={
-            "p_dq": Buffer((n, t, parts, k), "float32"),
-            "p_dk": Buffer((n, t, parts, k), "float32"),
-            "p_dv": Buffer((n, t, hv, v), "float32"),
-            "p_dg": Buffer((n, t, parts, k) if kda else (n, t, parts), "float32"),
-            "p_dbeta": Buffer((n, t, parts), "float32"),
-            "p_ds_in": Buffer((n, hv, k, v), "float32"),
-        },
-        constants={**call.constants(), "IN_SLOTS": slot[0], "IN_SLOT": slot[1]},
+        outputs=call.parts(),
+        constants={**call.constants(), **constants, "LENGTH": call.length},
         num_warps=call.warps(states=2),
         num_stages=1,
         fp_fusion=False,
     )
-    out = run(launch)
+    return gather(run, call, run(launch))
+
+
+def gather(run: Run, call: Call, out: dict[str, Any]) -> Gradients:
+    """Gradients from what the programs of a backward wrote."""
+    _, _, h, hv, k, _ = call.sizes
+    (n, t), parts = call.rows, hv * call.programs_v
+    gates = (n, t, *call.tokens.g.shape[2:])
 
     def whole(x: Any, heads: int, width: int, shape: tuple[int, ...]) -> Any:
         return _sum_parts(run, x, n * t, parts, heads, width).reshape(shape)
@@ -287,7 +350,7 @@ def backward(
         q=whole(out["p_dq"], h, k, (n, t, h, k)),
         k=whole(out["p_dk"], h, k, (n, t, h, k)),
         v=out["p_dv"],
-        g=whole(out["p_dg"], hv, k if kda else 1, tuple(tokens.g.shape)),
+        g=whole(out["p_dg"], hv, k if len(gates) == 4 else 1, gates),
         beta=whole(out["p_dbeta"], hv, 1, (n, t, hv)),
         state=out["p_ds_in"],
     )
@@ -308,7 +371,7 @@ def _sum_parts(run: Run, x: Any, rows: int, parts: int, heads: int, width: int) 
     return run(launch)["p_y"]
 
 
-def _check(call: _Call) -> None:
+def _check(call: Call) -> None:
     reason = why_not(call.options.state, call.sizes[4])
     if reason:
         raise UnsupportedByKernels(f"{reason}; use backend='xla'.")

@@ -13,7 +13,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import kernel_oracle as oracle
 import pytest
 import torch
-from recurrent_oracle import check_call, entering_state, step_by_step
+from recurrent_oracle import at_slot, check_call, entering_state, step_by_step
 
 from jlaqat.kernels import recurrent_pipeline as pipeline
 from jlaqat.kernels.call import UnsupportedByKernels
@@ -55,9 +55,9 @@ def test_a_step_at_a_time_gives_the_same_bits(name):
     for saved in range(2):
         assert torch.equal(between[2 * saved + 1].values, whole.saved.values[:, saved])
         assert torch.equal(between[2 * saved + 1].scale, whole.saved.scale[:, saved])
-    # A segment from a saved state, by its slot.
+    # A segment from a saved state.
     rest = pipeline.Tokens(*(x[:, 4:].contiguous() for x in tokens))
-    again = pipeline.forward(poisoned_run, rest, whole.saved, options, slot=(2, 1))
+    again = pipeline.forward(poisoned_run, rest, at_slot(whole.saved, 1), options)
     assert torch.equal(again.o, whole.o[:, 4:]) and torch.equal(again.state.values, whole.state.values)
 
 

@@ -38,6 +38,11 @@ def decoded(kept, options, v):
     return codes * scale
 
 
+def at_slot(saved, slot):
+    """The states of a slot of what a forward saved."""
+    return pipeline.State(*(None if x is None else x[:, slot].contiguous() for x in saved))
+
+
 def step_by_step(tokens, state, options, run):
     """(o, last state, states after each token) of calls of one token."""
     outputs, states = [], []

@@ -49,29 +49,44 @@ def loss(x, **settings):
     return jnp.sum(o**2) + jnp.sum(carry.state())
 
 
-def stand_in_forward(run, tokens, state, options, *, stride=None):
+def window(x, bounds, most):
+    """[B, T, ...] → [N, most, ...], what sequences may have of it."""
+    if bounds is None:
+        return x
+    row = jnp.arange(bounds.first.shape[0]) // (bounds.first.shape[0] // x.shape[0])
+    here = bounds.first[:, None] + jnp.arange(most)
+    x = x[row[:, None], jnp.minimum(here, x.shape[1] - 1)]
+    inside = jnp.arange(most) < bounds.count[:, None]
+    return jnp.where(inside.reshape(*inside.shape, *(1,) * (x.ndim - 2)), x, 0)
+
+
+def stand_in_forward(run, tokens, state, options, *, bounds=None, stride=None, most=None):
     """What the pipeline returns, from a few jnp operations."""
     q, k, v, g, beta = tokens
-    (_, t, h, _), hv = q.shape, v.shape[2]
+    (B, t, h, _), hv = q.shape, v.shape[2]
     seen.append((*q.shape[:3], hv))
     decay = jnp.exp(g if g.ndim == 4 else g[..., None])
     o = v * (jnp.repeat(q * k, hv // h, 2) * decay).sum(-1)[..., None] * beta[..., None]
-    o = o + state.values.astype(jnp.float32).sum(-2)[:, None]
-    scale = None if state.scale is None else state.scale * (1 + decay.mean((1, 3)))[..., None]
+    N = state.values.shape[0]
+    o = o + state.values.astype(jnp.float32).sum(-2).reshape(B, N // B, 1, hv, -1).sum(1)
+    scale = (
+        None if state.scale is None else state.scale * (1 + window(decay, bounds, most or t).mean((1, 3)))[..., None]
+    )
     after = pipeline.State(state.values, scale)
     saved = None
-    if stride:
-        slots = t // stride
-        saved = pipeline.State(*(a if a is None else jnp.repeat(a[:, None], slots, 1) for a in after))
+    if stride and most is None and bounds is not None:
+        saved = pipeline.State(*(a if a is None else jnp.repeat(a[:: N // B, None], -(-t // stride), 1) for a in after))
+    elif stride:
+        saved = pipeline.State(*(a if a is None else jnp.repeat(a[:, None], (most or t) // stride, 1) for a in after))
     return pipeline.Output(o, after, saved)
 
 
-def stand_in_backward(run, tokens, state, saved, do, d_leaving, options):
-    q, k, v, g, beta = tokens
-    (n, t, h, K), hv = q.shape, v.shape[2]
-    seen.append((*q.shape[:3], hv))
+def stand_in_backward(run, tokens, state, saved, do, d_leaving, options, *, bounds=None, most=None):
+    h, K, hv = *tokens.q.shape[2:], tokens.v.shape[2]
+    seen.append((*tokens.q.shape[:3], hv))
+    q, k, v, g, beta, do = (window(x, bounds, most) for x in (*tokens, do))
     kept = saved.values.astype(jnp.float32).sum(-1)  # [n, t, hv, K]
-    by_head = kept.reshape(n, t, h, hv // h, K).sum(3)
+    by_head = kept.reshape(*kept.shape[:2], h, hv // h, K).sum(3)
     do = do.sum(-1)
     dg = g * do.reshape(do.shape + (1,) * (g.ndim - 3))
     return pipeline.Gradients(q * by_head, k * by_head, v * do[..., None], dg, beta * do, 2 * d_leaving)
@@ -100,26 +115,27 @@ def stand_in(monkeypatch):
 # ------------------------------------------------------------------ shards
 
 
-@pytest.mark.parametrize(("gate", "T"), [("gdn", 5), ("kda", 70)])
-def test_jit_with_sharded_operands_launches_on_shards(gate, T, stand_in):
+@pytest.mark.parametrize(("gate", "T", "lengths"), [("gdn", 5, None), ("kda", 70, [70, 3, 0, 64])])
+def test_jit_with_sharded_operands_launches_on_shards(gate, T, lengths, stand_in):
     """Both directions stay on batch and heads as they lie, through the hand-over and the carry."""
     x = operands(gate, B=4, T=T, H=2, HV=4)
+    lengths = None if lengths is None else np.array(lengths)
     mesh = jax.make_mesh((4, 2), ("b", "h"), axis_types=(AxisType.Auto,) * 2)
     specs = {name: P("b", None, "h") for name in x} | {"initial_state": P("b", "h")}
     placed = {name: jax.device_put(a, NamedSharding(mesh, specs[name])) for name, a in x.items()}
 
     def run(x):
         def local(x):
-            o, carry = decode(x, backend="triton")
+            o, carry = decode(x, backend="triton", lengths=lengths)
             return jnp.sum(o**2), (o, carry)
 
         return jax.grad(local, has_aux=True)(x)
 
     whole = jax.jit(run)(x)
-    assert set(seen) >= {(4, min(T, 64) if T > 64 else T, 2, 4)}
+    assert set(seen) == {(4, T, 2, 4)}
     seen.clear()
     compiled = jax.jit(run).lower(placed).compile()
-    assert {size[0] for size in seen} >= {1} and {size[2:] for size in seen} >= {(1, 2)}
+    assert (1, T, 1, 2) in seen
     assert not collectives(compiled)
     got = compiled(placed)
     for a, c in zip(jax.tree.leaves(got), jax.tree.leaves(whole), strict=True):
@@ -147,6 +163,28 @@ def test_what_the_kernels_keep_fits_the_rule(gate, quant):
         text = gradient.trace(placed).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@CustomSPMDPartitioning") == 2
     assert text.count("sdy.sharding_rule") == 2
+
+
+def test_rows_of_packed_tokens_stay_on_their_devices(stand_in):
+    """Data parallelism over packed rows: a vmap over rows that lie on several devices, in one launch."""
+    x = operands(B=4, T=70, H=2, HV=4)
+    rows = {name: a[:, None] for name, a in x.items()} | {"initial_state": jnp.stack([x["initial_state"][:2]] * 4)}
+    cu = np.array([[0, 70, 70], [0, 64, 70], [0, 3, 5], [0, 0, 1]], np.int32)
+    mesh = jax.make_mesh((4, 2), ("b", "h"), axis_types=(AxisType.Auto,) * 2)
+    specs = {name: P("b", None, None, "h") for name in x} | {"initial_state": P("b", None, "h")}
+    placed = {name: jax.device_put(a, NamedSharding(mesh, specs[name])) for name, a in rows.items()}
+
+    def run(x, cu):
+        return jax.grad(lambda x: jax.vmap(lambda x, cu: loss(x, cu_seqlens=cu, backend="triton"))(x, cu).sum())(x)
+
+    whole = jax.jit(run)(rows, cu)
+    assert (4, 70, 2, 4) in seen
+    seen.clear()
+    compiled = jax.jit(run).lower(placed, jax.device_put(cu, NamedSharding(mesh, P("b")))).compile()
+    assert (1, 70, 1, 2) in seen and not collectives(compiled)
+    got = compiled(placed, cu)
+    for a, c in zip(jax.tree.leaves(got), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_allclose(a, c, rtol=1e-5, atol=1e-6)
 
 
 def test_operands_that_are_cut_otherwise_are_moved(stand_in):
@@ -239,6 +277,7 @@ def test_vmap_folds_into_the_batch():
     assert shapes[1].shape == x["g"].shape
 
 
+@pytest.mark.slow
 def test_vmap_of_a_call_has_its_values(stand_in):
     x = operands(T=70)
     stacked = {name: jnp.stack([a, a[::-1]]) for name, a in x.items()}
@@ -273,10 +312,11 @@ def test_launches_of_layers_in_a_scan_with_checkpoint():
 def test_auto_traced_for_a_gpu_still_runs_where_there_is_none():
     """Traced for a GPU and lowered for the CPU, "auto" has the xla backend's bits, codes and gradients."""
     x = operands(T=70)
+    lengths = np.array([70, 66])
 
     def run(x, backend):
         def local(x):
-            o, carry = decode(x, backend=backend)
+            o, carry = decode(x, backend=backend, lengths=lengths)
             return jnp.sum(o**2) + jnp.sum(carry.state()), carry
 
         return jax.grad(local, has_aux=True)(x)
@@ -287,3 +327,26 @@ def test_auto_traced_for_a_gpu_still_runs_where_there_is_none():
         got = jax.tree.map(np.asarray, jax.jit(run, static_argnums=1)(x, "auto"))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         assert np.array_equal(a, b)
+
+
+@pytest.mark.slow
+def test_stacked_packed_rows_where_there_is_no_gpu():
+    """vmap folds packed rows; lowered for the CPU they run one after the other, with the bits of calls one by one."""
+    x = operands(B=4, T=5)
+    rows = {name: a.reshape(2, 2, *a.shape[1:])[:, :1] for name, a in x.items() if name != "initial_state"}
+    rows["initial_state"] = x["initial_state"].reshape(2, 2, *x["initial_state"].shape[1:])
+    cu, prefix = np.array([[0, 2, 5], [0, 0, 3]], np.int32), np.array([[1, 0], [0, 2]], np.int32)
+
+    def run(x, cu, prefix):
+        o, carry = decode(x, cu_seqlens=cu, prefix_lengths=prefix)
+        return jnp.sum(o**2), (o, carry)
+
+    gradient = jax.grad(run, has_aux=True)
+    wanted = [jax.jit(gradient)({name: a[i] for name, a in rows.items()}, cu[i], prefix[i]) for i in range(2)]
+    with compile_for(90):
+        got = jax.tree.map(np.asarray, jax.jit(jax.vmap(gradient))(rows, cu, prefix))
+    for i, one in enumerate(wanted):
+        for a, b in zip(jax.tree.leaves(got[1]), jax.tree.leaves(one[1]), strict=True):
+            assert np.array_equal(a[i], b)
+        for name in one[0]:
+            np.testing.assert_allclose(got[0][name][i], one[0][name], rtol=1e-4, atol=1e-6)

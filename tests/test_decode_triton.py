@@ -68,7 +68,6 @@ def test_a_step_is_one_launch_and_keeps_codes():
         (DecodePolicy(state=QuantSpec.fp8(), quantize_initial=False), {}, "quantize_initial=True"),
         (DecodePolicy(state=QuantSpec.int8(rounding="stochastic")), {}, "to nearest"),
         (DecodePolicy(state=QuantSpec.nvfp4()), {}, "rounded state|nvfp4"),
-        (FP8, {"lengths": jnp.array([3, 2])}, "start and end together"),
     ],
 )
 def test_what_the_kernels_refuse(policy, more, words):
@@ -93,3 +92,22 @@ def test_a_common_prefix_leaves_the_rest_to_the_kernels():
     with jlaqat.compile_for(90):
         counts = launches(jax.make_jaxpr(call)(x).jaxpr)
     assert counts["recurrent_forward"] == 1 and counts["chunk_state_forward"] >= 1
+
+
+def test_sequences_of_any_lengths_are_one_launch():
+    """Prefixes of their own, padding, packed rows; what is not known before it runs too."""
+    x, state = operands("kda", 70)
+    both = ["recurrent_forward", "recurrent_forward", "recurrent_backward"]
+
+    def loss(x, state, bounds):
+        o, carry = jlaqat.delta_rule_decode(**x, state=state, quant=FP8, backend="triton", **bounds)
+        return o.sum(), carry.position
+
+    def names(x, state, bounds):
+        with jlaqat.compile_for(90):
+            jaxpr = jax.make_jaxpr(jax.grad(loss, has_aux=True))(x, state, bounds).jaxpr
+        return [name for name in kernel_names(jaxpr) if name.startswith("recurrent")]
+
+    assert names(x, state, {"prefix_lengths": jnp.array([0, 64]), "lengths": jnp.array([70, 65])}) == both
+    packed = {name: a[:1] for name, a in x.items()}
+    assert names(packed, state, {"cu_seqlens": jnp.array([0, 0, 70])}) == both

@@ -26,3 +26,24 @@ def test_compiles_without_spilling(architecture, gate, state):
     report = compile_recurrent(architecture, gate, "bfloat16", state, key_dim=128, value_dim=128, heads=(4, 8))
     assert {k.name for k in report} >= {"recurrent_forward", "recurrent_backward"}
     assert [k for k in report if k.stack] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("architecture", "gate", "state"),
+    [
+        (80, "kda", QuantSpec.int8(granularity="key_row")),
+        (89, "gdn", None),
+        (90, "gdn", QuantSpec.fp8()),
+        (100, "kda", QuantSpec.fp8()),
+        (120, "gdn", QuantSpec.fp8(granularity="value_row")),
+    ],
+    ids=str,
+)
+def test_packed_compiles_without_spilling(architecture, gate, state):
+    from jlaqat.kernels.aot import compile_recurrent
+
+    sizes = dict(key_dim=128, value_dim=128, heads=(4, 8), packed=True)
+    report = compile_recurrent(architecture, gate, "bfloat16", state, **sizes)
+    assert [k.name for k in report][:3] == ["recurrent_forward", "recurrent_forward", "recurrent_backward"]
+    assert [k for k in report if k.stack] == []

@@ -6,7 +6,7 @@ import kernel_oracle as oracle
 import numpy as np
 import pytest
 import torch
-from recurrent_oracle import check_call, entering_state, step_by_step
+from recurrent_oracle import at_slot, check_call, entering_state, step_by_step
 
 import jlaqat
 from jlaqat import DecodePolicy, QuantSpec
@@ -59,7 +59,7 @@ def test_steps_segments_and_arithmetic_give_the_same_bits(name, kda):
     o, last, _ = step_by_step(tokens, entering, options, poisoned_run)
     assert torch.equal(o, whole.o) and torch.equal(last.values, whole.state.values)
     rest = pipeline.Tokens(*(x[:, 64:].contiguous() for x in tokens))
-    again = pipeline.forward(poisoned_run, rest, whole.saved, options, slot=(2, 1), stride=1)
+    again = pipeline.forward(poisoned_run, rest, at_slot(whole.saved, 1), options, stride=1)
     assert torch.equal(again.o, whole.o[:, 64:]) and torch.equal(again.state.values, whole.state.values)
     arithmetic = pipeline.Options(scale=0.1, state=SPECS[name], hardware_fp8=False)
     assert torch.equal(pipeline.forward(poisoned_run, tokens, entering, arithmetic).o, whole.o)

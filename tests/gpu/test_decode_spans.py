@@ -1,0 +1,96 @@
+"""Decoding on a GPU where sequences start and end where they like: their bits alone, and JAX's transformations."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from spans_oracle import Case, both_directions, check_bits_alone
+
+import jlaqat
+from jlaqat import DecodePolicy, QuantSpec
+from jlaqat.kernel_calls import device_capability, target_of
+from jlaqat.kernels.recurrent_pipeline import Options
+from jlaqat.testing import assert_close, make_inputs
+
+SPECS = {
+    "float32": None,
+    "e4m3-tile": QuantSpec.fp8(),
+    "int8-key_row": QuantSpec.int8(granularity="key_row"),
+}
+CASES = {
+    "batch": Case(
+        None,
+        dict(start=[2, 0, 150, 64], stop=[140, 3, 150, 128]),
+        [(0, 2, 140), (1, 0, 3), (2, 150, 150), (3, 64, 128)],
+    ),
+    "packed": Case(
+        [0, 70, 70, 134, 140], dict(start=[1, 0, 0, 5]), [(0, 1, 70), (0, 70, 70), (0, 70, 134), (0, 139, 140)]
+    ),
+    "stacked": Case([0, 65, 150, 0, 1, 1], {}, [(0, 0, 65), (0, 65, 150), (1, 0, 1), (1, 1, 1)]),
+}
+
+
+# Each case with each format, and each gate with each of both.
+RUNS = [(spec, name, False) for spec in SPECS for name in CASES] + list(zip(SPECS, CASES, (True,) * 3))
+
+
+@pytest.mark.parametrize(("spec", "name", "kda"), RUNS)
+def test_a_sequence_has_the_bits_that_it_has_alone(spec, name, kda):
+    options = Options(scale=0.3, state=SPECS[spec], read_stored=kda, hardware_fp8=device_capability() >= 89)
+    run = jax.jit(functools.partial(both_directions, target_of(portable=False).run, options))
+    check_bits_alone(run, options, CASES[name], kda=kda, T=150, H=2, HV=4, K=128, V=128)
+
+
+FP8 = DecodePolicy(state=QuantSpec.fp8())
+BOUNDS = {
+    "lengths": dict(prefix_lengths=[0, 64, 3], lengths=[130, 66, 3]),
+    "packed": dict(prefix_lengths=[1, 0, 60], cu_seqlens=[0, 70, 70, 130]),
+}
+
+
+def call(x, bounds, backend, quant=FP8):
+    x = {"state" if name == "initial_state" else name: a for name, a in x.items()}
+    return jlaqat.delta_rule_decode(**x, quant=quant, backend=backend, **bounds)
+
+
+def loss(x, bounds, backend, quant):
+    o, carry = call(x, bounds, backend, quant)
+    weights = jnp.cos(jnp.arange(o.size, dtype=jnp.float32)).reshape(o.shape)
+    return (o * weights).sum(), (o, carry)
+
+
+def operands(name, gate="gdn"):
+    x = make_inputs(1, gate=gate, B=3, T=130, H=2, HV=4, K=64, V=64)
+    return {key: jnp.asarray(a if name == "lengths" or key == "initial_state" else a[:1]) for key, a in x.items()}
+
+
+@pytest.mark.parametrize("gate", ["gdn", "kda"])
+@pytest.mark.parametrize("name", BOUNDS)
+def test_values_near_the_xla_backend_s(name, gate):
+    """With prefixes; bounds traced. Unrounded, so that no code falls to the other side of a tie."""
+    x = operands(name, gate)
+    bounds = {key: jnp.asarray(value, jnp.int32) for key, value in BOUNDS[name].items()}
+    gradient = jax.jit(jax.grad(loss, has_aux=True), static_argnums=(2, 3))
+    got, (o, carry) = gradient(x, bounds, "triton", DecodePolicy())
+    wanted, (o_xla, carry_xla) = gradient(x, bounds, "xla", DecodePolicy())
+    assert np.array_equal(carry.position, carry_xla.position)
+    assert_close(o, o_xla, 1e-3, "o")  # prefixes run in TF32
+    assert_close(carry.state(), carry_xla.state(), 1e-3, "state")
+    for key in x:
+        assert_close(got[key], wanted[key], 2e-3, key)
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_vmap_has_the_bits_of_calls_one_by_one(name):
+    """Folded into one launch, gradients included; and "auto" under jit takes the same kernels."""
+    x = operands(name)
+    stacked = {key: jnp.stack([a, 0.5 * a]) for key, a in x.items()}
+    bounds = {key: jnp.asarray(value, jnp.int32) for key, value in BOUNDS[name].items() if key != "prefix_lengths"}
+    gradient = jax.grad(lambda x, bounds: loss(x, bounds, "auto", FP8), has_aux=True)
+    got = jax.jit(jax.vmap(gradient, in_axes=(0, None)))(stacked, bounds)
+    for i in range(2):
+        one = jax.jit(gradient)({key: a[i] for key, a in stacked.items()}, bounds)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(one), strict=True):
+            assert np.array_equal(a[i], b)
