@@ -287,7 +287,8 @@ def test_a_head_reads_tokens_in_pairs():
     pairs = _pairs(tokens, 6)
     assert pairs.shape == (1, 4, 12) and not pairs[0, 0, :6].any()
     assert pairs[0, 1:, :6].argmax(-1).tolist() == [0, 1, 2] and pairs[0, :, 6:].argmax(-1).tolist() == [0, 1, 2, 3]
-    logits, changed = head(tokens), head(tokens.copy() + np.array([[0, 0, 3, 0]], np.int32))
+    run = nnx.jit(lambda head, tokens: head(tokens))
+    logits, changed = run(head, tokens), run(head, tokens + np.array([[0, 0, 3, 0]], np.int32))
     assert logits.shape == (1, 4, 6)
     np.testing.assert_array_equal(logits[:, :2], changed[:, :2])
     assert np.abs(logits - changed)[0, 2:].max(axis=-1).min() > 1e-5
