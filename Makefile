@@ -16,8 +16,11 @@ demo: setup  ## a quantization-aware training study on the CPU: a table, a plot 
 test: setup-test  ## the tests that CI runs (under 15 minutes on 2 cores)
 	$(CPU) $(PY) -m pytest -q -n $(WORKERS) --dist worksteal -m "not slow"
 
-test-slow: setup-test  ## the tests marked slow
-	$(CPU) $(PY) -m pytest -q -n $(WORKERS) --dist worksteal -m slow
+OP_TESTS := tests/test_ops.py tests/test_ops_transforms.py
+
+test-slow: setup-test  ## the tests marked slow, and all tests of the op, compiled as users' programs are
+	$(CPU) $(PY) -m pytest -q -n $(WORKERS) --dist worksteal -m slow $(OP_TESTS:%=--ignore=%)
+	$(CPU) $(PY) -m pytest -q -n $(WORKERS) --dist worksteal $(OP_TESTS)
 
 test-gpu: setup-test  ## the tests that need an NVIDIA GPU
 	env JAX_PLATFORMS=cuda $(PY) -m pytest -q tests/gpu

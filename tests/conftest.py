@@ -21,9 +21,10 @@ def strict_promotion():
 def compile_quickly(request, tmp_path_factory):
     """For tests that run a program a few times: compiled without optimisations, and repeated ones from a cache.
 
-    Slow tests are compiled as users' programs are.
+    Only in the fast set (`make test`): slow tests are compiled as users' programs are, and so are all tests of the op
+    in `make test-slow`.
     """
-    if request.config.getoption("-m") == "slow":
+    if request.config.getoption("-m") != "not slow":
         yield
         return
     from jax.experimental.compilation_cache import compilation_cache

@@ -199,9 +199,9 @@ def test_static_scales_clip_values_and_gradients():
     wanted = results_and_gradients(x, cotangents, None, op=reference.delta_rule_chunks, quant=quant, arrays=arrays)
     compare(got, (*wanted[0], wanted[1]), 0.01, dict.fromkeys(GRADIENTS, 0.03))
     straight = DeltaQuant(state=FP8(scale="static", block_v=16), w=FP8(scale="static"))
-    other = reference.delta_rule_chunks(**jax.tree.map(jnp.asarray, x), quant=straight, quant_arrays=arrays)
-    assert_close(got[0][1], other[1], 0.01)
-    amax_gradient = jax.grad(lambda a: jlaqat.delta_rule(**x, quant=quant, quant_arrays=a)[0].sum())
+    other = jax.jit(lambda x: jlaqat.delta_rule(**x, quant=straight, quant_arrays=arrays))(x)
+    assert_close(got[0][1], other[1], 1e-6)
+    amax_gradient = jax.jit(jax.grad(lambda a: jlaqat.delta_rule(**x, quant=quant, quant_arrays=a)[0].sum()))
     leaves = jax.tree.leaves(amax_gradient(arrays._replace(step=0.0, layer=0.0, sequence_offset=0.0, head_offset=0.0)))
     assert not any(np.any(leaf) for leaf in leaves), "no gradient flows to scales"
 
@@ -231,7 +231,11 @@ def test_a_prefix_gives_the_same_bits(gate):
 
 @pytest.mark.parametrize(
     ("gate", "layout", "spec"),
-    [("gdn", "packed", FP8(cadence=1, block_v=16)), ("kda", "batch", INT8(cadence=16)), ("gdn", "batch", None)],
+    [
+        pytest.param("gdn", "packed", FP8(cadence=1, block_v=16), marks=slow),
+        ("kda", "batch", INT8(cadence=16)),
+        ("gdn", "batch", None),
+    ],
     ids=lambda p: p if isinstance(p, str) else str(p and p.cadence),
 )
 def test_recurrent(gate, layout, spec):
@@ -289,7 +293,8 @@ def test_steps_continue_a_call():
     x = make_inputs(5, gate="kda", **BATCH)
     wanted_o, wanted_state, _ = reference.oracle(x, *cotangents_of(x))
     rows = {name: a for name, a in x.items() if name != "initial_state"}
-    _, state = jlaqat.delta_rule(**{n: a[:, :70] for n, a in rows.items()}, initial_state=x["initial_state"])
+    start = {n: a[:, :70] for n, a in rows.items()}
+    _, state = jax.jit(jlaqat.delta_rule)(**start, initial_state=x["initial_state"])
     step = jax.jit(jlaqat.delta_rule_step)
     for t in range(70, 75):
         o, state = step(*(a[:, t] for a in rows.values()), state)

@@ -13,6 +13,7 @@ import jlaqat
 from jlaqat.spec import DeltaQuant, QuantArrays, QuantSpec
 from jlaqat.testing import assert_close, make_inputs
 
+pytestmark = pytest.mark.usefixtures("compile_quickly")
 QUANT = DeltaQuant(state=QuantSpec.fp8(block_v=16), w=QuantSpec.fp8())
 STOCHASTIC = DeltaQuant(state=QuantSpec.fp8(rounding="stochastic", seed=7), w=QuantSpec.fp8(rounding="stochastic"))
 SIZES = dict(B=4, T=70, H=2, HV=4, K=8, V=8)
@@ -28,10 +29,10 @@ def value_and_gradients(x, **settings):
 
 
 @functools.cache
-def plain(gate="gdn"):
+def plain(gate="gdn", quant=QUANT):
     """The untransformed call that the others must reproduce."""
     x = make_inputs(1, gate=gate, **SIZES)
-    return x, jax.jit(value_and_gradients)(x)
+    return x, jax.jit(functools.partial(value_and_gradients, quant=quant))(x)
 
 
 def assert_same(got, wanted):
@@ -61,6 +62,13 @@ def test_vmap_over_packed_calls():
             assert_close(a[i], b, 1e-6)
 
 
+def test_checkpoint_draws_the_same_bits_again():
+    x, wanted = plain(quant=STOCHASTIC)
+    run = jax.checkpoint(functools.partial(loss, quant=STOCHASTIC))
+    assert_same(jax.jit(jax.value_and_grad(run, has_aux=True))(x), wanted)
+
+
+@pytest.mark.slow
 def test_scan_over_layers_with_checkpoint_is_the_loop():
     """Two layers, in a scan with remat and unrolled: stochastic rounding draws the same bits in both."""
     x, _ = plain()
@@ -124,8 +132,7 @@ def test_shard_map_over_batch_and_heads_changes_no_bit(gate):
 
 def test_shard_map_draws_the_whole_batch_s_random_bits():
     """With its offsets a shard rounds as it would in the whole; and gradients of what is shared are summed."""
-    x, _ = plain()
-    whole = jax.jit(functools.partial(value_and_gradients, quant=STOCHASTIC))(x)
+    x, whole = plain(quant=STOCHASTIC)
 
     @functools.partial(
         jax.shard_map, mesh=mesh(), in_specs=(SHARDED | {"g": P(None, None, None)},), out_specs=(RESULTS, SHARDED)
@@ -216,18 +223,18 @@ def test_packed_heads_on_several_devices_communicate_nothing(gate):
     two = jax.make_mesh((2,), ("h",), axis_types=(jax.sharding.AxisType.Auto,))
     placed = {name: jax.device_put(a, NamedSharding(two, specs[name])) for name, a in x.items()}
     cu = np.array([0, 3, 66, 70], np.int32)
-    run = jax.jit(functools.partial(value_and_gradients, cu_seqlens=cu))
-    compiled = jax.jit(lambda x: value_and_gradients(x, cu_seqlens=cu)[1]).lower(placed).compile()
+    run = jax.jit(lambda x: value_and_gradients(x, cu_seqlens=cu)[1])
+    compiled = run.lower(placed).compile()
     assert not [op for op in ("all-gather", "all-to-all", "collective-permute") if op in compiled.as_text()]
+    wanted = run(x)
     for name, d in compiled(placed).items():
-        assert_close(d, run(x)[1][name], 1e-6)
+        assert_close(d, wanted[name], 1e-6)
 
 
 @pytest.mark.parametrize("gate", ["gdn", pytest.param("kda", marks=pytest.mark.slow)])
 def test_explicit_mesh_is_a_shard_map(gate):
     """Where the types say how operands are cut: the whole's bits, stochastic ones included, and no communication."""
-    x, _ = plain(gate)
-    wanted = jax.jit(functools.partial(value_and_gradients, quant=STOCHASTIC))(x)
+    x, wanted = plain(gate, STOCHASTIC)
     explicit = jax.make_mesh((4, 2), ("b", "h"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
 
     def run(x):
