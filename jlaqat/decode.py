@@ -27,6 +27,7 @@ from jlaqat.decode_carry import (
 from jlaqat.decode_checks import Lengths, Tokens, poison, prepare
 from jlaqat.decode_policy import DecodePolicy
 from jlaqat.decode_reference import decode_reference
+from jlaqat.decode_replay_triton import decode_replay
 from jlaqat.decode_scan import Span, decode_scan, make_rows, token
 from jlaqat.decode_triton import decode_triton
 from jlaqat.decode_triton import why_not as decode_triton_why_not
@@ -99,10 +100,11 @@ def delta_rule_decode(
     def run(inputs: Inputs, arrays: QuantArrays, tokens: Tokens, carry: DecodeCarry | None):
         memory = None if carry is None else unpack(carry, quant, computation_dtype(inputs.v))
         o_prefix, inside, memory = _prefill(inputs, memory, tokens, quant, arrays, scale, w, backend)
-        o, memory = _decode(inputs, memory, tokens, quant, arrays, scale, by_kernels)
+        carry = carry if tokens.prefix is None else None  # otherwise a prefix made another memory of it
+        o, memory, carry = _decode(inputs, memory, tokens, quant, arrays, scale, by_kernels, carry)
         if inside is not None:
             o = jnp.where(inside[..., None, None], o_prefix, o)
-        return o.astype(inputs.v.dtype), pack(memory, quant, inputs.k.shape[2], inputs.g.ndim == 4)
+        return o.astype(inputs.v.dtype), _pack(memory, quant, inputs) if carry is None else carry
 
     carry = state if isinstance(state, DecodeCarry) else None
     result = _on_shards(run, inputs, arrays, tokens, carry, lambda of, carry: of.carry(carry))
@@ -154,7 +156,7 @@ def delta_rule_step(
 
     def run(inputs: Inputs, arrays: QuantArrays, tokens: Tokens, carry: None):
         memory = _hand_over(inputs.initial_state, None, None, inputs, plain, arrays)
-        o, memory = _decode(inputs, memory, tokens, plain, arrays, scale, by_kernels)
+        o, memory, _ = _decode(inputs, memory, tokens, plain, arrays, scale, by_kernels)
         return o.astype(inputs.v.dtype), memory.S
 
     o, S = _on_shards(run, inputs, arrays, tokens, None, lambda of, state: of.state)
@@ -257,18 +259,27 @@ def _decode(
     arrays: QuantArrays,
     scale: float,
     by_kernels: str | None,
+    carry: DecodeCarry | None = None,
 ):
-    """(o [B, T, HV, V], 0 where nothing is decoded; the memory after the last token)."""
+    """(o [B, T, HV, V], 0 where nothing is decoded; the memory after the last token; its carry where kernels made one).
+
+    carry: what memory was unpacked from, if it has not changed since.
+    """
     T, dtype = inputs.k.shape[1], computation_dtype(inputs.v)
     skipped = tokens.skipped
     if skipped >= T:
-        return jnp.zeros(inputs.v.shape, dtype), memory
+        return jnp.zeros(inputs.v.shape, dtype), memory, carry
     q, k, v, g, beta = (x[:, skipped:].astype(dtype) for x in inputs[:5])
     k, g = round_keys(k, quant), round_decay(g, quant)
     v = rotate(v) if quant.rotated else v
     span = _span(tokens)
     q, k, v, g, beta, memory = _same_shards((q, k, v, g, beta), memory, span, arrays)
-    if by_kernels:
+    before, carry = carry, None
+    if by_kernels and quant.mode == "replay":
+        before = _pack(memory, quant, inputs) if before is None else before
+        operands = Inputs(q, k, v, g, beta, memory.S)
+        o, carry = decode_replay(quant, scale, operands, before, portable=by_kernels != "triton")
+    elif by_kernels:
         operands = Inputs(q, k, v, g, beta, memory.S)
         o, memory = decode_triton(quant, scale, operands, memory, span, portable=by_kernels != "triton")
     elif T - skipped == 1 and tokens.cu_seqlens is None:
@@ -283,7 +294,11 @@ def _decode(
     else:
         o, memory = decode_scan(quant, scale, Inputs(q, k, v, g, beta, memory.S), memory, span, arrays)
     o = rotate(o) if quant.rotated else o
-    return jnp.pad(o, ((0, 0), (skipped, 0), (0, 0), (0, 0))), memory
+    return jnp.pad(o, ((0, 0), (skipped, 0), (0, 0), (0, 0))), memory, carry
+
+
+def _pack(memory: Memory, quant: DecodePolicy, inputs: Inputs) -> DecodeCarry:
+    return pack(memory, quant, inputs.k.shape[2], inputs.g.ndim == 4)
 
 
 def _same_shards(operands: tuple[Array, ...], memory: Memory, span: Span, arrays: QuantArrays) -> tuple[Any, ...]:

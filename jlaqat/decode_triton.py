@@ -38,12 +38,16 @@ def why_not(policy: DecodePolicy, key_dim: int, span: Span, dtype: Any) -> str |
         return reason
     if dtype == jnp.float64:
         return "the kernels compute in float32 and the inputs are float64"
-    if policy.mode != "token":
-        return f"the kernels round after every token (mode='token'), not in mode={policy.mode!r}"
+    if policy.mode == "handoff":
+        return "the kernels round after every token or by replay, not in mode='handoff'"
+    if policy.factor_qdq:
+        return "the kernels keep a ring in float32 or bfloat16, not in E4M3 (factor_qdq=True)"
     if policy.error_feedback:
         return "the kernels keep no error feedback"
     if policy.state is not None and not policy.keeps_codes:
         return "the kernels start from a rounded state (quantize_initial=True)"
+    if policy.mode == "replay" and any(x is not None for x in span):
+        return "the kernels replay batches whose sequences start and end together, without cu_seqlens"
     from jlaqat.kernels import recurrent_pipeline
 
     return recurrent_pipeline.why_not(policy.state, key_dim)

@@ -15,6 +15,7 @@ import functools
 import importlib.util
 import itertools
 import string
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -97,13 +98,15 @@ class Target:
     platform: str = "cuda"
 
     def run(self, launch: Any) -> dict[str, Array]:
-        import jax_triton
-
         axes = all_varying_axes(dict(launch.inputs))
         inputs = {name: vary_over(x, axes) for name, x in launch.inputs.items()}
-        outputs = jax_triton.triton_call(
+        shapes = [jax.ShapeDtypeStruct(b.shape, jnp.dtype(b.dtype)) for b in launch.outputs.values()]
+        shapes += [jax.ShapeDtypeStruct(inputs[name].shape, inputs[name].dtype) for name in launch.in_place]
+        aliases = {launch.operands.index(name): len(launch.outputs) + i for i, name in enumerate(launch.in_place)}
+        outputs = _triton_call(
             kernel=launch.kernel,
-            out_type=tuple(jax.ShapeDtypeStruct(b.shape, jnp.dtype(b.dtype)) for b in launch.outputs.values()),
+            out_type=tuple(shapes),
+            input_output_aliases=aliases,
             grid=(launch.grid,),
             name=launch.name,
             num_warps=launch.num_warps,
@@ -114,7 +117,16 @@ class Target:
             **launch.constants,
         )
         # jax-triton does not know that what it returns differs between devices as its operands do.
-        return {name: vary_over(x, axes) for name, x in zip(launch.outputs, outputs, strict=True)}
+        names = (*launch.outputs, *launch.in_place)
+        return {name: vary_over(x, axes) for name, x in zip(names, outputs, strict=True)}
+
+
+def _triton_call(**arguments: Any) -> tuple[Array, ...]:
+    import jax_triton
+
+    with warnings.catch_warnings():  # it would rather have mutable arrays, which custom_partitioning does not take
+        warnings.filterwarnings("ignore", "input_output_aliases", DeprecationWarning)
+        return jax_triton.triton_call(**arguments)
 
 
 def target_of(*, portable: bool, compute_capability: int | None = None) -> Target:

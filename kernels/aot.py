@@ -21,7 +21,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from jlaqat.kernels import pipeline, recurrent_pipeline
+from jlaqat.kernels import pipeline, recurrent_pipeline, replay_pipeline
 from jlaqat.kernels.call import SHARED_MEMORY, Inputs, options_for
 from jlaqat.kernels.launch import Launch, dtype_name
 from jlaqat.kernels.tuning import Tuning
@@ -90,7 +90,7 @@ class CompileRun:
         options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, **launch.compiler_options}
         kernel = triton.compile(source, target=self.target, options=options)
         self.report.append(_describe(launch, kernel, self.target.arch))
-        return outputs
+        return outputs | {name: launch.inputs[name] for name in launch.in_place}
 
 
 def _describe(launch: Launch, kernel: Any, capability: int) -> Compiled:
@@ -156,8 +156,10 @@ def compile_recurrent(
     tokens: int = 64,
     read_stored: bool = False,
     packed: bool = False,
+    window: int | None = None,
+    ring_dtype: str = "bfloat16",
 ) -> list[Compiled]:
-    """Compiles the recurrence, forward and backward.
+    """Compiles the recurrence, forward and backward; with a window that of replay, and its step.
 
     heads: of q and k, and of v. packed: `batch` sequences in one row.
     """
@@ -165,7 +167,8 @@ def compile_recurrent(
     rows = 1 if packed else batch
     q, v = FakeArray((rows, tokens, h, key_dim), dtype), FakeArray((rows, tokens, hv, value_dim), dtype)
     g = FakeArray((rows, tokens, hv, key_dim) if gate == "kda" else (rows, tokens, hv), "float32")
-    operands = recurrent_pipeline.Tokens(q, q, v, g, FakeArray((rows, tokens, hv), dtype))
+    k = q if window is None else FakeArray(q.shape, ring_dtype)
+    operands = recurrent_pipeline.Tokens(q, k, v, g, FakeArray((rows, tokens, hv), dtype))
     options = recurrent_pipeline.Options(
         scale=key_dim**-0.5, state=state, read_stored=read_stored, hardware_fp8=architecture >= 89
     )
@@ -175,13 +178,26 @@ def compile_recurrent(
     values = FakeArray((batch, hv, key_dim, value_dim), dtypes.get(state and state.format, "uint8"))
     entering = recurrent_pipeline.State(values, FakeArray((1,), "float32"))
     d_leaving = FakeArray(values.shape, "float32")
-    which: dict[str, Any] = {}
-    if packed:
-        which = {"bounds": recurrent_pipeline.Bounds(*[FakeArray((batch,), "int32")] * 2), "most": 64}
-        recurrent_pipeline.forward(run, operands, entering, options, bounds=which["bounds"], stride=64)
-    out = recurrent_pipeline.forward(run, operands, entering, options, stride=1, **which)
-    assert out.saved is not None
-    recurrent_pipeline.backward(run, operands, entering, out.saved, v, d_leaving, options, **which)
+    if window is None:
+        which: dict[str, Any] = {}
+        if packed:
+            which = {"bounds": recurrent_pipeline.Bounds(*[FakeArray((batch,), "int32")] * 2), "most": 64}
+            recurrent_pipeline.forward(run, operands, entering, options, bounds=which["bounds"], stride=64)
+        out = recurrent_pipeline.forward(run, operands, entering, options, stride=1, **which)
+        assert out.saved is not None
+        recurrent_pipeline.backward(run, operands, entering, out.saved, v, d_leaving, options, **which)
+        return report
+
+    def first(x: FakeArray, length: int) -> FakeArray:
+        return FakeArray((batch, length, *x.shape[2:]), x.dtype)
+
+    cursor = FakeArray((batch,), "int32")
+    entries = (first(k, window), FakeArray((batch, window, hv, value_dim), ring_dtype), first(g, window))
+    ring = replay_pipeline.Ring(*entries, cursor)
+    one = recurrent_pipeline.Tokens(*(first(x, 1) for x in operands))
+    replay_pipeline.step(run, one, entering, ring, options)
+    replayed = replay_pipeline.forward(run, operands, entering, ring, options, save=True)
+    replay_pipeline.backward(run, operands, entering, ring, replayed, v, d_leaving, options)
     return report
 
 

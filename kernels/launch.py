@@ -30,6 +30,8 @@ class Launch:
     grid: number of programs. One axis only: axes y and z stop at 65,535.
     inputs: arrays of the runner's framework, by parameter name.
     outputs: `Buffer`s by parameter name; the runner allocates them.
+    in_place: names of inputs that the kernel changes; the runner returns them with the outputs. A framework whose
+      arrays do not change copies what is still read elsewhere.
     constants: numbers, strings and flags by parameter name, constexpr or not.
     num_warps, num_stages: launch parameters of Triton's compiler. fp_fusion: it may contract a·b + c into one rounding.
     max_registers: registers a thread at most, where more programs a multiprocessor are worth some spills.
@@ -43,6 +45,7 @@ class Launch:
     inputs: Mapping[str, Any]
     outputs: Mapping[str, Buffer]
     constants: Mapping[str, Any]
+    in_place: tuple[str, ...] = ()
     num_warps: int = 4
     num_stages: int = 2
     fp_fusion: bool = True
@@ -53,6 +56,7 @@ class Launch:
         expected = list(self.kernel.arg_names)
         missing = [name for name in expected if name not in given]
         unknown = [name for name in given if name not in expected]
+        unknown += [name for name in self.in_place if name not in self.inputs]
         twice = sorted({name for name in given if given.count(name) > 1})
         if missing or unknown or twice:
             raise TypeError(
@@ -62,6 +66,12 @@ class Launch:
         # jax-triton returns outputs in the kernel's order.
         ordered = {name: self.outputs[name] for name in expected if name in self.outputs}
         object.__setattr__(self, "outputs", ordered)
+
+    @property
+    def operands(self) -> list[str]:
+        """What the kernel is given and the compiler does not know: inputs and plain numbers, in the kernel's order."""
+        known = {p.name for p in self.kernel.params if p.is_constexpr}
+        return [name for name in self.kernel.arg_names if name not in known and name not in self.outputs]
 
     @property
     def compiler_options(self) -> dict[str, Any]:

@@ -43,7 +43,7 @@ PART_OF: dict[str, str] = {
     **dict.fromkeys(("packing", "pairs", "recurrent", "shards", "sites"), "chunked"),
     "kernel_calls": "triton_backend",
     **dict.fromkeys(("checks", "observe", "backends", "op_shards"), "ops"),
-    **dict.fromkeys(("decode", "decode_checks", "decode_triton"), "ops"),
+    **dict.fromkeys(("decode", "decode_checks", "decode_replay_triton", "decode_triton"), "ops"),
     **dict.fromkeys(("decode_carry", "decode_scan", "decode_reference"), "chunked"),
     "decode_policy": "spec",
     "arithmetic": "rounding",

@@ -13,7 +13,9 @@ pytest.importorskip("triton")
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
-@pytest.mark.parametrize("tests", ["kernels_interpreted", "recurrent_interpreted", "decode_interpreted"])
+@pytest.mark.parametrize(
+    "tests", ["kernels_interpreted", "recurrent_interpreted", "decode_interpreted", "replay_interpreted"]
+)
 def test_kernels_through_the_interpreter(tests):
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"tests/{tests}.py"]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}

@@ -47,3 +47,24 @@ def test_packed_compiles_without_spilling(architecture, gate, state):
     report = compile_recurrent(architecture, gate, "bfloat16", state, **sizes)
     assert [k.name for k in report][:3] == ["recurrent_forward", "recurrent_forward", "recurrent_backward"]
     assert [k for k in report if k.stack] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("architecture", "gate", "state", "window"),
+    [
+        (80, "gdn", QuantSpec.fp8(), 8),
+        (89, "gdn", QuantSpec.int8(granularity="key_row"), 16),
+        (90, "kda", QuantSpec.fp8(), 16),
+        (100, "gdn", QuantSpec.fp8(granularity="value_row"), 1),
+        (120, "kda", QuantSpec.int8(granularity="key_row"), 8),
+    ],
+    ids=str,
+)
+def test_replay_compiles_without_spilling(architecture, gate, state, window):
+    from jlaqat.kernels.aot import compile_recurrent
+
+    sizes = dict(key_dim=128, value_dim=128, heads=(4, 8), window=window)
+    report = compile_recurrent(architecture, gate, "bfloat16", state, **sizes)
+    assert {k.name for k in report} >= {"replay_step", "replay_forward", "replay_backward"}
+    assert [k for k in report if k.stack] == []

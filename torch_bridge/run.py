@@ -29,7 +29,7 @@ def torch_run(launch: Launch, *, poison: bool = False) -> dict[str, torch.Tensor
         options = {}
     if launch.grid:
         launch.kernel[(launch.grid,)](**launch.inputs, **outputs, **launch.constants, **options)
-    return outputs
+    return outputs | {name: launch.inputs[name] for name in launch.in_place}
 
 
 def poisoned_run(launch: Launch) -> dict[str, torch.Tensor]:

@@ -1,0 +1,171 @@
+"""Replay mode of the triton backend of `delta_rule_decode`: kernels.replay_pipeline through jax-triton.
+
+The kernels work on the carry as it lies, codes, scales and ring, and never form the state between two roundings. One
+token is a step in place: under jit with the carry donated, or inside a scan, checkpoint and ring are not copied. More
+tokens, or a gradient, take the forward kernel; both have the same bits. The backward starts from a checkpoint a window
+and every token's r. `decode_triton.why_not` says what the kernels do not take.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jlaqat.chunked import Inputs
+from jlaqat.decode_carry import DecodeCarry, Stored, pack, unpack
+from jlaqat.decode_policy import DecodePolicy
+from jlaqat.decode_scan import Span, decode_scan
+from jlaqat.decode_triton import as_kept, as_stored, options_of
+from jlaqat.kernel_calls import Target, kernel_call, target_of
+from jlaqat.spec import QuantArrays
+
+Array = jax.Array
+
+
+class Kept(NamedTuple):
+    """What the kernels take of a carry."""
+
+    stored: Stored
+    ring: tuple[Array, Array, Array]  # k, r, g as `DecodeCarry` has them
+    cursor: Array  # [N] int32, for which kernels return nothing: it counts sequences, and they vary with heads
+
+
+ROLES: Any = Kept(*("rows", "tokens", "sequences"))  # type: ignore[arg-type]  # see kernel_calls.HEAD_AXIS
+
+
+def decode_replay(
+    policy: DecodePolicy, scale: float, inputs: Inputs, carry: DecodeCarry, *, portable: bool = False
+) -> tuple[Array, DecodeCarry]:
+    """(o [B, T, HV, V], the carry after all tokens). T ≥ 1.
+
+    inputs: float32, k and g as the policy keeps them; initial_state [N, HV, K, V] is the state that the carry stands
+    for, for the gradient's sake alone: none flows to the carry. portable: lowered for other platforms than CUDA, run as
+    the xla backend does. Composes as `decode_triton` does.
+    """
+    assert carry.ring_k is not None and carry.ring_r is not None and carry.ring_g is not None
+    kept = Kept(Stored(carry.values, carry.scale), (carry.ring_k, carry.ring_r, carry.ring_g), carry.cursor)
+    target = target_of(portable=portable)
+    o, (values, values_scale), (k, r, g) = _decode(target, policy, scale, inputs, jax.lax.stop_gradient(kept))
+    position = carry.position + inputs.k.shape[1]
+    cursor = (carry.cursor + inputs.k.shape[1]) % policy.ring_length
+    after = dict(values=values, scale=values_scale, ring_k=k, ring_r=r, ring_g=g, position=position, cursor=cursor)
+    return o, dataclasses.replace(carry, **after)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _decode(target: Target, policy: DecodePolicy, scale: float, inputs: Inputs, kept: Kept):
+    """(o, checkpoints, ring)"""
+    return _forward(target, policy, scale, False)(inputs[:5], kept)[:3]
+
+
+def _decode_fwd(target: Target, policy: DecodePolicy, scale: float, inputs: Inputs, kept: Kept):
+    *after, saved = _forward(target, policy, scale, True)(inputs[:5], kept)
+    return tuple(after), (inputs, kept, saved)
+
+
+def _decode_bwd(target: Target, policy: DecodePolicy, scale: float, residuals: Any, cotangents: Any):
+    """Gradients of the operands and of the entering state, straight through every rounding."""
+    inputs, kept, saved = residuals
+    gradients = _backward(target, policy, scale)(inputs[:5], kept, saved, cotangents[0])
+    given: list[Any] = [d.astype(x.dtype) for d, x in zip(gradients, inputs, strict=True)]
+    return Inputs(*given), None
+
+
+_decode.defvjp(_decode_fwd, _decode_bwd)
+
+
+# ------------------------------------------------------------------ the two directions, on whichever platform
+
+
+@functools.cache
+def _forward(target: Target, policy: DecodePolicy, scale: float, with_saved: bool):
+    """(tokens, kept) -> (o, checkpoints, ring, (r, the checkpoints as the kernels keep them) or None)."""
+    from jlaqat.kernels import replay_pipeline
+
+    def kernels(tokens: Any, kept: Kept):
+        state, ring, options = as_kept(kept.stored), _ring(kept), options_of(target, policy, scale)
+        if with_saved or tokens[0].shape[1] > 1:
+            operands = _in_ring_dtype(tokens, kept)
+            out = replay_pipeline.forward(target.run, operands, state, ring, options, save=with_saved)
+        else:
+            operands = replay_pipeline.Tokens(*tokens)
+            out = replay_pipeline.step(target.run, operands, state, ring, options)
+        return out.o, as_stored(out.state, policy), tuple(out.ring[:3]), (out.r, out.saved) if with_saved else None
+
+    def elsewhere(tokens: Any, kept: Kept):
+        """Nothing saved: the backward starts from the inputs again."""
+        saved = jax.eval_shape(kernels, tokens, kept)[3]
+        return *_by_scan(policy, scale, tokens, kept, None), jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), saved)
+
+    return kernel_call(
+        "replay_forward",
+        target,
+        kernels,
+        elsewhere,
+        arguments=("tokens", ROLES),
+        results=("tokens", "rows", "tokens", ("tokens", "rows") if with_saved else None),
+    )
+
+
+@functools.cache
+def _backward(target: Target, policy: DecodePolicy, scale: float):
+    """(tokens, kept, saved, do) -> gradients of the five operands and of the entering state."""
+    from jlaqat.kernels import replay_pipeline
+
+    def kernels(tokens: Any, kept: Kept, saved: Any, do: Array):
+        (r, checkpoints), ring = saved, _ring(kept)
+        state = as_kept(kept.stored)
+        out = replay_pipeline.Output(do, state, ring, r, checkpoints)
+        d_leaving = jnp.zeros(kept.stored.values.shape, jnp.float32)
+        operands, options = _in_ring_dtype(tokens, kept), options_of(target, policy, scale)
+        return tuple(replay_pipeline.backward(target.run, operands, state, ring, out, do, d_leaving, options))
+
+    def elsewhere(tokens: Any, kept: Kept, saved: Any, do: Array):
+        def run(tokens: Any, S: Array):
+            return _by_scan(policy, scale, tokens, kept, S)[0]
+
+        d_tokens, d_initial = jax.vjp(run, tokens, _memory(kept, policy).S)[1](do)
+        return *d_tokens, d_initial
+
+    return kernel_call(
+        "replay_backward",
+        target,
+        kernels,
+        elsewhere,
+        arguments=("tokens", ROLES, ("tokens", "rows"), "tokens"),
+        results=(*["tokens"] * 5, "rows"),
+    )
+
+
+def _by_scan(policy: DecodePolicy, scale: float, tokens: Any, kept: Kept, S: Array | None) -> tuple[Array, Any, Any]:
+    """The xla backend from the same operands; S: the state that `kept` stands for, where a gradient flows to it."""
+    q, k, v, g, beta = tokens
+    memory = _memory(kept, policy)
+    inputs = Inputs(q, k, v, g, beta, memory.S if S is None else S)
+    o, memory = decode_scan(policy, scale, inputs, memory, Span(), QuantArrays())
+    carry = pack(memory, policy, k.shape[2], g.ndim == 4)
+    return o, Stored(carry.values, carry.scale), (carry.ring_k, carry.ring_r, carry.ring_g)
+
+
+def _memory(kept: Kept, policy: DecodePolicy) -> Any:
+    (values, scale), (k, r, g), cursor = kept
+    ring: Any = dict(ring_k=k, ring_k_scale=None, ring_r=r, ring_r_scale=None, ring_g=g, cursor=cursor)
+    counters: Any = dict(residual=None, position=jnp.zeros_like(cursor), policy=policy.signature)
+    return unpack(DecodeCarry(values=values, scale=scale, **ring, **counters), policy, jnp.float32)
+
+
+def _ring(kept: Kept) -> Any:
+    from jlaqat.kernels.replay_pipeline import Ring
+
+    return Ring(*kept.ring, kept.cursor)
+
+
+def _in_ring_dtype(tokens: Any, kept: Kept) -> Any:
+    """The tokens, k as the ring has it: its values are the same."""
+    from jlaqat.kernels.replay_pipeline import Tokens
+
+    return Tokens(*tokens)._replace(k=tokens[1].astype(kept.ring[0].dtype))

@@ -1,0 +1,210 @@
+"""Launches of decoding by replay: a token in place, tokens forward, and backward. Shapes and maths: docs/decode.md.
+
+    out = step(run, Tokens(q, k, v, g, beta), state, ring, options)        changes state and ring where it can
+    out = forward(run, Tokens(...), state, ring, options, save=True)
+    gradients = backward(run, Tokens(...), state, ring, out, do, d_leaving, options)
+
+`step` and `forward` give the same bits, however a sequence is cut into calls. `forward` saves a checkpoint a window and
+every token's r, and the backward builds the state before each token from them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from jlaqat.kernels import recurrent_pipeline, replay
+from jlaqat.kernels.call import UnsupportedByKernels, power_of_two
+from jlaqat.kernels.launch import UNUSED, Buffer, Launch, Run, dtype_name
+from jlaqat.kernels.recurrent_pipeline import Bounds, Gradients, Options, State, Tokens, gather
+
+MAX_BLOCK = 16  # entries of the ring that are read at a time
+
+
+class Ring(NamedTuple):
+    """The updates since the checkpoint, L of them at most; entries from the cursor on hold nothing."""
+
+    k: Any  # [N, L, H, K] float32 or bfloat16
+    r: Any  # [N, L, HV, V], likewise
+    g: Any  # [N, L, HV] or [N, L, HV, K] float32, log decay
+    cursor: Any  # [N] int32, below L
+
+
+class Output(NamedTuple):
+    o: Any  # [B, T, HV, V] in v's dtype
+    state: State  # the checkpoints after the last token
+    ring: Ring  # and what came since
+    r: Any | None = None  # [B, T, HV, V] in the ring's dtype, every token's update; `step` leaves it out
+    saved: State | None = None  # [N, ceil(T / L), ...], the checkpoints in the order in which they were made
+
+
+class Call(recurrent_pipeline.Call):
+    """Sizes and constants of the three launches."""
+
+    def warps(self, states: int = 1) -> int:
+        """As many as the states want, and the block of the ring beside them."""
+        ring = MAX_BLOCK * power_of_two(self.sizes[4]) // (32 * 16)
+        return self.options.warps or max(ring, super().warps(states))
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """The tokens of a backward lie as those of the call."""
+        return self.sizes[:2]
+
+
+def step(run: Run, tokens: Tokens, state: State, ring: Ring, options: Options) -> Output:
+    """One token (T = 1). State and ring of the result are those given, changed in place, where arrays can change.
+
+    Raises UnsupportedByKernels for what `recurrent_pipeline.why_not` names, before any launch; the others likewise.
+    """
+    call = _call(tokens, ring, options)
+    if call.sizes[1] != 1:
+        raise ValueError(f"a step takes one token and q has T={call.sizes[1]}; call forward.")
+    length, constants = ring.k.shape[1], call.constants()
+    del constants["T"]
+    launch = Launch(
+        kernel=replay.replay_step_kernel,
+        grid=call.programs,
+        inputs={**call.inputs(state), **_pointers(ring)},
+        outputs={
+            "p_o": Buffer(tuple(tokens.v.shape), dtype_name(tokens.v)),
+            "p_cursor_out": Buffer(tuple(ring.cursor.shape), "int32"),
+        },
+        in_place=("p_values", *(["p_scale"] if call.coded else []), "p_ring_k", "p_ring_r", "p_ring_g"),
+        constants={**constants, "LENGTH": length, "BL": min(MAX_BLOCK, power_of_two(length))},
+        num_warps=call.warps(),
+        num_stages=1,
+        fp_fusion=False,
+    )
+    out = run(launch)
+    return Output(
+        out["p_o"],
+        State(out["p_values"], out.get("p_scale")),
+        Ring(out["p_ring_k"], out["p_ring_r"], out["p_ring_g"], out["p_cursor_out"]),
+    )
+
+
+def forward(
+    run: Run,
+    tokens: Tokens,
+    state: State,
+    ring: Ring,
+    options: Options,
+    *,
+    bounds: Bounds | None = None,
+    save: bool = False,
+) -> Output:
+    """The tokens in order; bounds say which a sequence has. tokens.k has the ring's dtype.
+
+    save: keep what `backward` needs.
+    """
+    call = _call(tokens, ring, options, bounds)
+    n, length = call.sequences, ring.k.shape[1]
+    if dtype_name(tokens.k) != dtype_name(ring.k):
+        raise ValueError(
+            f"k is {dtype_name(tokens.k)} and the ring {dtype_name(ring.k)}: entries are read from either, so give k "
+            "in the ring's dtype."
+        )
+    slots = -(-call.sizes[1] // length) if save else 0
+    values, scales = call.kept(n)
+    saved, saved_scales = call.kept(n, slots) if slots else (UNUSED, UNUSED)
+    inputs, constants = call.ragged()
+    launch = Launch(
+        kernel=replay.replay_forward_kernel,
+        grid=call.programs,
+        inputs={**call.inputs(state), **_pointers(ring), **inputs},
+        outputs={
+            "p_o": Buffer(tuple(tokens.v.shape), dtype_name(tokens.v)),
+            "p_r": Buffer(tuple(tokens.v.shape), dtype_name(ring.r)),
+            "p_values_out": values,
+            "p_scale_out": scales,
+            **{f"{name}_out": Buffer(tuple(x.shape), dtype_name(x)) for name, x in _pointers(ring).items()},
+            "p_saved": saved,
+            "p_saved_scale": saved_scales,
+        },
+        constants={
+            **call.constants(),
+            **constants,
+            "SLOTS": slots,
+            "LENGTH": length,
+            "BL": min(MAX_BLOCK, power_of_two(length)),
+        },
+        num_warps=call.warps(),
+        num_stages=1,
+        fp_fusion=False,
+    )
+    out = run(launch)
+    return Output(
+        out["p_o"],
+        call.state_of(out["p_values_out"], out["p_scale_out"]),
+        Ring(out["p_ring_k_out"], out["p_ring_r_out"], out["p_ring_g_out"], out["p_cursor_out"]),
+        out["p_r"],
+        call.state_of(out["p_saved"], out["p_saved_scale"]) if slots else None,
+    )
+
+
+def backward(
+    run: Run,
+    tokens: Tokens,
+    state: State,
+    ring: Ring,
+    out: Output,
+    do: Any,
+    d_leaving: Any,
+    options: Options,
+    *,
+    bounds: Bounds | None = None,
+) -> Gradients:
+    """Gradients of the tokens and of the entering states, straight through every rounding; none flows to a ring.
+
+    tokens, state, ring, bounds: as `forward` got them; out: what it returned with `save`. do: [B, T, HV, V]; d_leaving:
+    [N, HV, K, V] float32, of the states that the next token would find. Gradients of tokens lie as the tokens do and
+    are not written where no sequence has one.
+    """
+    call = _call(tokens, ring, options, bounds)
+    if out.saved is None:
+        raise ValueError("out.saved is None: the backward starts from checkpoints, so call forward with save=True.")
+    inputs, constants = call.ragged()
+    launch = Launch(
+        kernel=replay.replay_backward_kernel,
+        grid=call.programs,
+        inputs={
+            **call.inputs(state),
+            **_pointers(ring),
+            **inputs,
+            "p_r": out.r,
+            "p_saved": out.saved.values,
+            "p_saved_scale": tokens.beta if out.saved.scale is None else out.saved.scale,
+            "p_do": do,
+            "p_ds": d_leaving,
+        },
+        outputs=call.parts(),
+        constants={
+            **call.constants(),
+            **constants,
+            "SLOTS": out.saved.values.shape[1],
+            "LENGTH": ring.k.shape[1],
+        },
+        num_warps=call.warps(states=2),
+        num_stages=1,
+        fp_fusion=False,
+    )
+    return gather(run, call, run(launch))
+
+
+def _pointers(ring: Ring) -> dict[str, Any]:
+    return {"p_cursor" if name == "cursor" else f"p_ring_{name}": x for name, x in zip(Ring._fields, ring)}
+
+
+def _call(tokens: Tokens, ring: Ring, options: Options, bounds: Bounds | None = None) -> Call:
+    call = Call(tokens, options, bounds)
+    reason = recurrent_pipeline.why_not(options.state, call.sizes[4])
+    if reason:
+        raise UnsupportedByKernels(f"{reason}; use backend='xla'.")
+    n, length = call.sequences, ring.k.shape[1]
+    _, _, h, hv, k, v = call.sizes
+    gates = tuple(tokens.g.shape[3:])
+    wanted = {"k": (n, length, h, k), "r": (n, length, hv, v), "g": (n, length, hv, *gates), "cursor": (n,)}
+    for name, x in zip(Ring._fields, ring):
+        if tuple(x.shape) != wanted[name]:
+            raise ValueError(f"ring.{name} has shape {tuple(x.shape)}, and the tokens ask for {wanted[name]}.")
+    return call

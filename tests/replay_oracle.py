@@ -1,0 +1,121 @@
+"""What the kernels of replay must compute, in torch float64; for the interpreter and for GPUs."""
+
+import recurrent_oracle
+import torch
+from recurrent_oracle import decoded, ratio
+
+from jlaqat.kernels import replay_pipeline as pipeline
+from jlaqat.kernels.recurrent_pipeline import Gradients, State, Tokens
+
+
+def make_ring(tokens, length, cursors, dtype=torch.float32):
+    """A ring of which each sequence has filled `cursors`; what lies behind them is NaN."""
+    n, _, h, k = tokens.q.shape
+    hv, v = tokens.v.shape[2:]
+    gen = torch.Generator(device=tokens.q.device).manual_seed(7)
+
+    def entries(*shape):
+        x = torch.randn(n, length, *shape, generator=gen, device=tokens.q.device)
+        for i, cursor in enumerate(cursors):
+            x[i, cursor:] = float("nan")
+        return x
+
+    g = -0.1 * entries(*tokens.g.shape[2:]).abs()
+    cursor = torch.tensor(cursors, dtype=torch.int32, device=tokens.q.device)
+    return pipeline.Ring((k**-0.5 * entries(h, k)).to(dtype), entries(hv, v).to(dtype), g, cursor)
+
+
+def cut(tokens, start, stop):
+    return Tokens(*(x[:, start:stop].contiguous() for x in tokens))
+
+
+def step_by_step(tokens, state, ring, options, run):
+    """(o, state, ring) after calls of one token, which change copies in place."""
+    state, ring = (type(x)(*(None if a is None else a.clone() for a in x)) for x in (state, ring))
+    outputs = []
+    for t in range(tokens.q.shape[1]):
+        out = pipeline.step(run, cut(tokens, t, t + 1), state, ring, options)
+        assert out.state.values.data_ptr() == state.values.data_ptr() and out.ring.r.data_ptr() == ring.r.data_ptr()
+        state, ring = out.state, out.ring
+        outputs.append(out.o)
+    return torch.cat(outputs, 1), state, ring
+
+
+def assert_same(state, ring, other_state, other_ring):
+    """Equal bits of checkpoints, cursors and the entries in use."""
+    assert torch.equal(state.values.view(torch.uint8), other_state.values.view(torch.uint8))
+    assert state.scale is None or torch.equal(state.scale, other_state.scale)
+    assert torch.equal(ring.cursor, other_ring.cursor)
+    for n, cursor in enumerate(ring.cursor.tolist()):
+        for x, y in zip(ring[:3], other_ring[:3]):
+            assert torch.equal(x[n, :cursor], y[n, :cursor])
+
+
+def replayed(checkpoint, ring):
+    """The states [N, HV, K, V] that ring and checkpoint stand for, in float64."""
+    states = []
+    for n, cursor in enumerate(ring.cursor.tolist()):
+        S = checkpoint[n].double()
+        k, r, g = (x[n].double() for x in ring[:3])
+        k = k.repeat_interleave(r.shape[1] // k.shape[1], 1)
+        for i in range(cursor):
+            decay = g[i].exp()[..., None] if g.ndim == 3 else g[i].exp()[:, None, None]
+            S = decay * S + k[i][..., None] * r[i][:, None, :]
+        states.append(S)
+    return torch.stack(states)
+
+
+def definition(q, k, v, g, beta, S, r_kept, saved, cursors, length, scale, read_stored):
+    """(o, written states, r, S) in float64. What was rounded is replaced by r_kept and saved, straight through."""
+    outputs, updates, written = [], [], []
+    group = v.shape[2] // q.shape[2]
+    q, k = (x.repeat_interleave(group, 2) for x in (q, k))
+    for t in range(q.shape[1]):
+        decay = g[:, t, ..., None, None].exp() if g.ndim == 3 else g[:, t, ..., None].exp()
+        R = decay * S
+        r = beta[:, t, ..., None] * (v[:, t] - torch.einsum("nhkv,nhk->nhv", R, k[:, t]))
+        updates.append(r)
+        r = r + (r_kept[:, t] - r).detach()
+        W = R + k[:, t, ..., None] * r[..., None, :]
+        rows = []
+        for n, cursor in enumerate(cursors):
+            due = (cursor + t + 1) % length == 0
+            row = W[n] + (saved[n, (cursor + t) // length] - W[n]).detach() if due else W[n]
+            rows.append(row)
+        S = torch.stack(rows)
+        written.append(W)
+        outputs.append(scale * torch.einsum("nhkv,nhk->nhv", S if read_stored else W, q[:, t]))
+    return torch.stack(outputs, 1), torch.stack(written, 1), torch.stack(updates, 1), S
+
+
+def check_call(tokens, state, ring, options, run, *, bound, gradient_bound):
+    """Forward, every rounding, and every gradient, of a call from kept states and a ring. Returns Output."""
+    v, length, cursors = tokens.v.shape[3], ring.k.shape[1], ring.cursor.tolist()
+    out = pipeline.forward(run, tokens, state, ring, options, save=True)
+    saved = decoded(out.saved, options, v)
+    exact = [x.detach().double().requires_grad_() for x in tokens]
+    exact.append(replayed(decoded(state, options, v), ring).requires_grad_())
+    kept = out.r.double(), saved.double()
+    o, written, r, final = definition(*exact, *kept, cursors, length, options.scale, options.read_stored)
+    ring_bound = bound if ring.r.dtype == torch.float32 else 0.004
+    results = {"o": (out.o, o, bound), "r": (out.r, r, ring_bound)}
+    results["state"] = (replayed(decoded(out.state, options, v), out.ring), final, bound)
+    for n, cursor in enumerate(cursors):
+        due = [t for t in range(tokens.q.shape[1]) if (cursor + t + 1) % length == 0]
+        if options.state is not None and due:
+            kept = State(*(None if x is None else x[n : n + 1, : len(due)] for x in out.saved))
+            recurrent_oracle.assert_codes_round(kept, written[n : n + 1, due].detach().float(), options)
+        expected = (cursor + tokens.q.shape[1]) % length
+        assert out.ring.cursor[n].item() == expected
+
+    gen = torch.Generator(device=tokens.q.device).manual_seed(5)
+    do = torch.randn(o.shape, generator=gen, device=o.device).to(tokens.v.dtype)
+    d_leaving = torch.randn(final.shape, generator=gen, device=o.device)
+    got = pipeline.backward(run, tokens, state, ring, out, do, d_leaving, options)
+    wanted = torch.autograd.grad((o * do.double()).sum() + (final * d_leaving.double()).sum(), exact)
+    for name, x, ref in zip(Gradients._fields, got, wanted, strict=True):
+        assert x.shape == ref.shape, name
+        results[f"d{name}"] = (x, ref, gradient_bound)
+    for name, (x, ref, limit) in results.items():
+        assert ratio(x, ref) <= limit, (name, ratio(x, ref), limit)
+    return out

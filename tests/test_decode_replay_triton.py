@@ -1,0 +1,111 @@
+"""Replay through its kernels as far as one can tell without a GPU; tests/gpu/test_replay.py has the values."""
+
+import functools
+import os
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+pytest.importorskip("triton")
+pytest.importorskip("jax_triton")
+
+sys.path.insert(0, os.path.dirname(__file__))
+
+from kernel_launches import kernel_names
+
+import jlaqat
+from jlaqat import DecodePolicy, QuantSpec
+from jlaqat.testing import make_inputs
+
+REPLAY = DecodePolicy(state=QuantSpec.fp8(block_v=16), mode="replay", window=3, ring_dtype="bfloat16")
+pytestmark = pytest.mark.usefixtures("compile_quickly")
+
+
+def operands(gate="gdn", T=5, B=2, H=1, HV=2):
+    x = make_inputs(0, gate=gate, B=B, T=T, H=H, HV=HV, K=16, V=16)
+    x["state"] = x.pop("initial_state")
+    return {name: jnp.asarray(a) for name, a in x.items()}
+
+
+def steps(x, carry):
+    """A scan of steps, the carry handed on."""
+
+    def step(carry, row):
+        o, carry = jlaqat.delta_rule_step(*row, carry, quant=REPLAY)
+        return carry, o
+
+    return jax.lax.scan(step, carry, [jnp.moveaxis(x[name], 1, 0) for name in ("q", "k", "v", "g", "beta")])
+
+
+def loss(x, **settings):
+    o, carry = jlaqat.delta_rule_decode(**x, quant=REPLAY, **settings)
+    return jnp.sum(o**2), (o, carry)
+
+
+def test_what_is_launched():
+    """A step is one launch in place, a gradient one of each direction, a batch of calls the same."""
+    x = jax.eval_shape(operands)
+    stacked = {name: jax.ShapeDtypeStruct((3, *a.shape), a.dtype) for name, a in x.items()}
+    gradient = jax.grad(functools.partial(loss, backend="triton"), has_aux=True)
+    sums = ["group_sum"] * 2
+    with jlaqat.compile_for(90):
+        carry = jax.eval_shape(functools.partial(loss, backend="triton"), x)[1][1]
+        assert kernel_names(jax.make_jaxpr(steps)(x, carry).jaxpr) == ["replay_step"]
+        assert kernel_names(jax.make_jaxpr(loss)(x).jaxpr) == ["replay_forward"]
+        for run, inputs in ((gradient, x), (jax.vmap(gradient), stacked)):
+            assert kernel_names(jax.make_jaxpr(run)(inputs).jaxpr) == ["replay_forward", "replay_backward", *sums]
+    assert carry.values.dtype == jnp.float8_e4m3fn and carry.ring_k.shape == (2, 3, 1, 16)
+    assert carry.ring_r.dtype == jnp.bfloat16
+
+
+def test_a_prefix_leaves_an_empty_ring_to_the_kernels():
+    x = jax.eval_shape(functools.partial(operands, T=70))
+    with jlaqat.compile_for(90):
+        names = kernel_names(jax.make_jaxpr(functools.partial(loss, prefix_lengths=64))(x).jaxpr)
+    assert names.count("replay_forward") == 1 and "chunk_state_forward" in names
+
+
+def test_a_step_changes_the_state_in_place():
+    """What the launch reads and gives back is one buffer, so that a donated carry is not copied."""
+    x = operands()
+    with jlaqat.compile_for(90):
+        carry = jax.eval_shape(functools.partial(loss, backend="triton"), x)[1][1]
+        step = jax.jit(lambda carry, row: jlaqat.delta_rule_step(*row, carry, quant=REPLAY), donate_argnums=0)
+        row = [x[name][:, 0] for name in ("q", "k", "v", "g", "beta")]
+        text = step.trace(carry, row).lower(lowering_platforms=("cuda",)).as_text()
+    [launch] = [line for line in text.splitlines() if "@triton_kernel_call_ffi" in line]
+    assert launch.count("#stablehlo.output_operand_alias<") == 5  # values, scale, ring k, r, g
+
+
+@pytest.mark.parametrize("gate", ["gdn", "kda"])
+def test_auto_traced_for_a_gpu_still_runs_where_there_is_none(gate):
+    """Traced for a GPU and lowered for the CPU, "auto" has the xla backend's bits, gradients and carries."""
+    x = operands(gate)
+
+    def run(x, backend):
+        gradient, (o, carry) = jax.grad(functools.partial(loss, backend=backend), has_aux=True)(x)
+        return gradient, o, steps(x, carry)
+
+    wanted = jax.jit(run, static_argnums=1)(x, "xla")
+    with jlaqat.compile_for(90):
+        got = jax.tree.map(np.asarray, jax.jit(run, static_argnums=1)(x, "auto"))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        assert np.array_equal(a, b)
+
+
+def test_explicit_mesh_types():
+    """Shards of batch and heads; counters stay what they are, so that a scan of steps can hand the carry on."""
+    mesh = jax.make_mesh((2, 2), ("b", "h"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4])
+    x = operands(H=2, HV=4)
+    with jlaqat.compile_for(90), jax.set_mesh(mesh):
+        specs = {name: P("b", None, "h") for name in x} | {"state": P("b", "h")}
+        placed = {name: jax.device_put(a, specs[name]) for name, a in x.items()}
+        run = jax.grad(functools.partial(loss, backend="triton"), has_aux=True)
+        _, (o, carry) = jax.eval_shape(run, placed)
+    assert tuple(o.sharding.spec)[:3] == ("b", None, "h") == tuple(carry.ring_r.sharding.spec)[:3]
+    assert tuple(carry.cursor.sharding.spec) == ("b",)
