@@ -49,12 +49,25 @@ CHOICES: dict[str, list] = {
     "kda_scores": [Knobs(4, 1, bv=128), Knobs(4, 2), Knobs(4, 1)],
     "kda_channels": [Knobs(4, 3, 32), Knobs(4, 2, 32), Knobs(4, 1, 32, 128), Knobs(4, 1, 32)],
 }
+HOPPER_CHOICES: dict[str, list] = {  # on SM90, where they take the places of kernels above
+    "hopper_state": [Knobs(4, 3), Knobs(4, 2)],
+    "hopper_reverse": [Knobs(8, 2, bv=128), Knobs(4, 3)],
+    "hopper_chunk": [Knobs(8, registers=128)],
+}
 
 
 def tunings() -> list[Tuning]:
     """Variant i takes every kernel's i-th choice: kernels do not depend on each other's."""
-    longest = max(map(len, CHOICES.values()))
-    return [Tuning(**{k: c[i % len(c)] for k, c in CHOICES.items()}) for i in range(longest)]
+
+    def variants(choices: dict[str, list]) -> list[Tuning]:
+        longest = max(map(len, choices.values()))
+        return [Tuning(**{k: c[i % len(c)] for k, c in choices.items()}) for i in range(longest)]
+
+    return variants(CHOICES) + (variants(HOPPER_CHOICES) if on_hopper() else [])
+
+
+def on_hopper() -> bool:
+    return torch.cuda.get_device_capability() == (9, 0)
 
 
 def make_inputs(b, t, h, kda, hv=None, dim=128) -> Inputs:
@@ -86,7 +99,7 @@ class Recorder:
 
 
 def run_once(run, inputs, quant, tuning):
-    options = Options(scale=128**-0.5, quant=quant, hardware_fp8=True, tuning=tuning)
+    options = Options(scale=128**-0.5, quant=quant, hardware_fp8=True, tuning=tuning, hopper=on_hopper())
     out = pipeline.forward(run, inputs, options)
     do, dfinal = torch.randn_like(out.o), torch.zeros_like(out.final_state)
     return out, pipeline.backward(run, inputs, out.residuals, do, dfinal, options)
@@ -138,7 +151,12 @@ KERNELS = {  # kernel: its name in Tuning
     "kda_scores_backward": "kda_scores",
     "kda_channels_backward": "kda_channels",
 }
-TOLD = ("BK", "BV", "WRITE_O", "W_FORMAT")  # constants that tell variants of a kernel apart
+HOPPER_KERNELS = {
+    "chunk_state_forward": "hopper_state",
+    "chunk_state_backward": "hopper_reverse",
+    "chunk_backward": "hopper_chunk",
+}
+TOLD = ("BK", "BV", "STAGES", "WRITE_O", "W_FORMAT")  # constants that tell variants of a kernel apart
 
 
 def best_tunings(rows: list[dict]) -> dict:
@@ -158,8 +176,13 @@ def best_tunings(rows: list[dict]) -> dict:
         kernels = table.setdefault(row["gate"], {}).setdefault(rounded, {}).setdefault(shape_class(b * h * 2), {})
         if row["kernel"] not in KERNELS or not row.get("WRITE_O", True):
             continue
-        knobs = [row["warps"], row["stages"], row.get("BK", 64), row.get("BV", 64), row["registers"]]
+        knobs = [row["warps"], row.get("STAGES", row["stages"]), row.get("BK", 64), row.get("BV", 64), row["registers"]]
+        if row["hopper"]:
+            kernels[HOPPER_KERNELS[row["kernel"]]] = knobs
+            continue
         kernels[KERNELS[row["kernel"]]] = knobs
+        if row["kernel"] in HOPPER_KERNELS:
+            kernels[HOPPER_KERNELS[row["kernel"]]] = None
         if row["kernel"] == "chunk_state_backward":
             kernels["decode_w"] = row["W_FORMAT"] == "none" and row["quant"] != "plain" and row["gate"] == "gdn"
     return table
@@ -167,9 +190,10 @@ def best_tunings(rows: list[dict]) -> dict:
 
 def told(row: dict) -> str:
     """Milliseconds and the parameters: warps, stages, columns over K and V, registers."""
-    knobs = (row["warps"], row["stages"], row.get("BK"), row.get("BV"), row["registers"])
+    knobs = (row["warps"], row.get("STAGES", row["stages"]), row.get("BK"), row.get("BV"), row["registers"])
+    hopper = ",hopper" if row["hopper"] else ""
     codes = "" if row.get("W_FORMAT", "none") == "none" else ",codes"
-    return f"{row['ms']:.3f} ({','.join(map(str, knobs))}{codes}{'' if row.get('WRITE_O', True) else ',split'})"
+    return f"{row['ms']:.3f} ({','.join(map(str, knobs))}{hopper}{codes}{'' if row.get('WRITE_O', True) else ',split'})"
 
 
 def main(path: str, gates: list[str]) -> None:
@@ -198,6 +222,7 @@ def main(path: str, gates: list[str]) -> None:
                 "gate": "kda" if kda else "gdn",
                 "quant": quant,
                 "kernel": launch.name.removesuffix("_kernel"),
+                "hopper": "hopper" in launch.kernel.fn.__module__,
                 "warps": launch.num_warps,
                 "stages": launch.num_stages,
                 "registers": launch.max_registers,

@@ -75,7 +75,8 @@ class Options:
     quant: what is rounded. The kernels take E4M3 and INT8 states by tile and E4M3 w by row, dynamic scales, to nearest.
     hardware_fp8: use the E4M3 conversion of SM89 and newer; the arithmetic one gives the same bits.
     architecture, shared_memory: 90 for SM90, which names the table of launch parameters, and the bytes that a program
-      may take there: deeper pipelines than fit are cut. `options_for` fills in all three.
+      may take there: deeper pipelines than fit are cut. `options_for` fills in all of these and the next.
+    hopper: use the kernels written for SM90 (pipeline_hopper.py) where they serve and the table names them.
     save_states: keep rounded states as codes for the backward (1 byte an element), or walk the chunks again there.
     tuning: launch parameters; None takes them from the architecture's table.
     merge_precision: of the products that join the inverse's blocks: "tf32", "tf32x3", "ieee" or, GDN only, "float16".
@@ -88,6 +89,7 @@ class Options:
     hardware_fp8: bool = False
     architecture: int = 90
     shared_memory: int = 227 * 1024
+    hopper: bool = False
     save_states: bool = True
     merge_precision: str | None = None
     tuning: Tuning | None = None
@@ -167,6 +169,11 @@ class Call:
         size = shape_class(self.n_sequences * hv * -(-v // 64))
         gate = "kda" if self.is_kda else "gdn"
         return choose(self.options.architecture, gate, self.state_format != "none", size)
+
+    @property
+    def on_hopper(self) -> bool:
+        """Whether kernels for SM90 serve: 128 key channels, and 16 bits an element, which fill the matrix units."""
+        return self.options.hopper and self.sizes[4] == 128 and self.dtype != "float32"
 
     @property
     def state_width(self) -> int:
@@ -286,7 +293,13 @@ def check_supported(quant: DeltaQuant) -> None:
 def options_for(capability: int, **fields: Any) -> Options:
     """Options of an architecture, 90 for SM90."""
     shared = SHARED_MEMORY.get(capability, 99) * 1024
-    return Options(hardware_fp8=capability >= 89, architecture=capability, shared_memory=shared, **fields)
+    return Options(
+        hardware_fp8=capability >= 89,
+        architecture=capability,
+        shared_memory=shared,
+        hopper=capability == 90,
+        **fields,
+    )
 
 
 def power_of_two(n: int) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jlaqat.kernels import chunk_output, chunk_state, chunks, pipeline_gdn, pipeline_kda
+from jlaqat.kernels import chunk_output, chunk_state, chunks, pipeline_gdn, pipeline_hopper, pipeline_kda
 from jlaqat.kernels.call import Call, Gradients, Inputs, Options, Output, Residuals, power_of_two
 from jlaqat.kernels.launch import UNUSED, Buffer, Launch, Run
 
@@ -47,6 +47,8 @@ def _scan_forward(
     call: Call, intra: dict[str, Any], p_sequences: Any, *, write_o: bool, save_h: bool, save_v: bool
 ) -> dict[str, Any]:
     """intra: p_qg, p_kg (q and k themselves for GDN), p_w, p_w_scale, p_u, p_p and p_gate (G, or e^(G_L) for KDA)."""
+    if pipeline_hopper.takes_state(call) and not save_v:
+        return pipeline_hopper.scan_forward(call, intra, p_sequences, write_o=write_o, save_h=save_h)
     _, _, _, hv, k, v = call.sizes
     width, bk = call.state_width, power_of_two(k)
     knobs = call.tuning.state
@@ -175,6 +177,8 @@ def _saved_kda(call: Call, residuals: Residuals, p_chunks: Any, p_sequences: Any
 
 
 def _scan_backward(call: Call, saved: dict[str, Any], do: Any, dfinal: Any, p_sequences: Any) -> dict[str, Any]:
+    if pipeline_hopper.takes_reverse(call):
+        return pipeline_hopper.scan_backward(call, saved, do, dfinal, p_sequences)
     _, _, _, hv, k, v = call.sizes
     knobs = call.tuning.reverse
     w_format = call.w_format

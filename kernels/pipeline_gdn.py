@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jlaqat.kernels import chunk_backward as chunk_kernels
-from jlaqat.kernels import intra_chunk
+from jlaqat.kernels import intra_chunk, pipeline_hopper
 from jlaqat.kernels.call import Call, Residuals, power_of_two
 from jlaqat.kernels.launch import UNUSED, Buffer, Launch, dtype_name
 from jlaqat.spec import CHUNK_SIZE
@@ -116,6 +116,8 @@ def chunk_backward(
     call: Call, residuals: Residuals, saved: dict[str, Any], scan: dict[str, Any], do: Any, p_chunks: Any
 ) -> dict[str, Any]:
     """p_dq and p_dk (one a value head), p_dv, p_dbeta and p_dg."""
+    if pipeline_hopper.takes_chunk(call):
+        return pipeline_hopper.chunk_backward(call, residuals, saved, scan, do, p_chunks)
     _, _, _, hv, k, v = call.sizes
     knobs = call.tuning.chunk_backward
     bv = call.width(knobs.bv if call.dtype != "float32" else 64, v)

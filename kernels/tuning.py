@@ -31,6 +31,8 @@ class Tuning(NamedTuple):
 
     decode_w: a rounded w goes to the reverse scan as values rather than codes, which each of its programs would decode.
     split_output: states and v' go to memory, and a second kernel forms the output.
+    hopper_state, hopper_reverse, hopper_chunk: parameters of the kernels for SM90 that take the places of `state`,
+      `reverse` and `chunk_backward` where they serve; None leaves the place to those. Their `bk` means nothing.
     """
 
     intra: Knobs = Knobs(8, 1)
@@ -41,6 +43,9 @@ class Tuning(NamedTuple):
     chunk_backward: Knobs = Knobs(4, 1, bk=32, bv=128)
     decode_w: bool = False
     split_output: bool = False
+    hopper_state: Knobs | None = None
+    hopper_reverse: Knobs | None = None
+    hopper_chunk: Knobs | None = None
     kda_pairs: Knobs = Knobs(4, 1, bk=32)
     kda_wy: Knobs = Knobs(4, 1, bv=128)
     kda_recompute: Knobs = Knobs(4, 1, bv=128)

@@ -8,14 +8,15 @@ import pytest
 pytest.importorskip("triton")
 
 from jlaqat.kernels import pipeline
-from jlaqat.kernels.aot import CompileRun, compile_pipeline
+from jlaqat.kernels.aot import CompileRun, FakeArray, compile_pipeline
 from jlaqat.kernels.call import SHARED_MEMORY, Inputs, Options, UnsupportedByKernels, options_for
 from jlaqat.kernels.chunk_output import group_sum_kernel
 from jlaqat.kernels.launch import Buffer, Launch
-from jlaqat.kernels.tuning import Tuning, choose
+from jlaqat.kernels.tuning import Knobs, Tuning, choose
 from jlaqat.spec import DeltaQuant, QuantSpec
 
 FP8 = DeltaQuant(state=QuantSpec.fp8(block_v=16), w=QuantSpec.fp8())
+FP8_BLOCK64 = DeltaQuant(state=QuantSpec.fp8(), w=QuantSpec.fp8())
 INT8 = DeltaQuant(state=QuantSpec.int8(block_v=32))
 
 # Triton 3.7 cannot compile the rounded scan for SM100 (3.9 can), so SM100 stands here without rounding.
@@ -115,8 +116,6 @@ def test_shapes_and_dtypes_are_checked_before_any_launch():
 
 
 def fake_inputs(key_dim=32) -> Inputs:
-    from jlaqat.kernels.aot import FakeArray
-
     q, v = FakeArray((1, 64, 1, key_dim), "bfloat16"), FakeArray((1, 64, 1, 32), "bfloat16")
     return Inputs(q, q, v, FakeArray((1, 64, 1), "float32"), FakeArray((1, 64, 1), "bfloat16"))
 
@@ -126,3 +125,45 @@ def test_tuned_table_is_read_and_unseen_architectures_take_the_defaults(gate):
     tuned = {size: choose(90, gate, True, size) for size in ("few", "many")}
     assert tuned["few"].reverse != tuned["many"].reverse  # few heads take narrower programs
     assert choose(61, gate, True, "many") == Tuning()
+
+
+class Names:
+    """A runner that only notes whose kernels were asked for."""
+
+    def __init__(self):
+        self.own = set()  # kernels written for SM90
+
+    def __call__(self, launch):
+        if "hopper" in launch.kernel.fn.__module__:
+            self.own.add(launch.name.removesuffix("_kernel"))
+        return {name: FakeArray(tuple(b.shape), b.dtype) for name, b in launch.outputs.items()}
+
+
+ALL_OWN = {"chunk_state_forward", "chunk_state_backward", "chunk_backward"}
+
+
+@pytest.mark.parametrize(
+    "gate, quant, dtype, key_dim, value_dim, expected",
+    [
+        ("gdn", FP8_BLOCK64, "bfloat16", 128, 128, ALL_OWN),
+        ("gdn", DeltaQuant(), "float16", 128, 128, ALL_OWN),
+        ("kda", FP8_BLOCK64, "bfloat16", 128, 128, ALL_OWN - {"chunk_backward"}),
+        ("gdn", FP8, "bfloat16", 128, 128, ALL_OWN - {"chunk_state_forward"}),  # tiles of 16 columns
+        ("gdn", INT8, "bfloat16", 128, 128, ALL_OWN - {"chunk_state_forward"}),
+        ("gdn", FP8_BLOCK64, "bfloat16", 128, 256, ALL_OWN - {"chunk_backward"}),
+        ("gdn", FP8_BLOCK64, "float32", 128, 128, set()),
+        ("gdn", FP8_BLOCK64, "bfloat16", 64, 128, set()),
+    ],
+)
+def test_kernels_for_sm90_serve_where_they_can(gate, quant, dtype, key_dim, value_dim, expected):
+    b, t, h = 1, 128, 1
+    q, v = FakeArray((b, t, h, key_dim), dtype), FakeArray((b, t, h, value_dim), dtype)
+    g = FakeArray((b, t, h, key_dim) if gate == "kda" else (b, t, h), "float32")
+    inputs = Inputs(q, q, v, g, FakeArray((b, t, h), dtype))
+    tuning = Tuning(hopper_state=Knobs(4, 3), hopper_reverse=Knobs(8, 2, bv=128), hopper_chunk=Knobs(8, registers=128))
+    for capability, names in ((90, expected), (100, set())):
+        run = Names()
+        options = options_for(capability, scale=1.0, quant=quant, tuning=tuning)
+        out = pipeline.forward(run, inputs, options)
+        pipeline.backward(run, inputs, out.residuals, v, FakeArray((1, h, key_dim, value_dim), "float32"), options)
+        assert run.own == names

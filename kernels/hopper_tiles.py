@@ -1,0 +1,142 @@
+"""What the kernels for SM90 share. They are in Gluon: Triton with layouts, shared memory and its copies spelt out.
+
+A chunk's tiles are copied to shared memory asynchronously and read there by the matrix units, so that only results live
+in registers. What a thread writes to shared memory itself, asynchronous copies included, the matrix units see after
+`fence_async_shared` and a barrier; the compiler places the barriers.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+# Triton 3.9 names two things otherwise than 3.7 does.
+async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+REINTERPRET_IS_PUBLIC = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+commit_group = async_copy.commit_group
+wait_group = async_copy.wait_group
+
+TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))  # operands of products: 16 bits an element, rows of 128 bytes
+BYTES = gl.constexpr(gl.SwizzledSharedLayout(16, 1, 1, [1, 0]))  # codes
+LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))  # one number a token
+TINY = gl.constexpr(1.1754943508222875e-38)  # smallest normal float32
+
+
+@gluon.jit
+def view(smem, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
+    """The same bytes as another tile."""
+    if REINTERPRET_IS_PUBLIC:
+        return smem.reinterpret(dtype, shape, layout)
+    else:
+        return smem._reinterpret(dtype, shape, layout)
+
+
+@gluon.jit
+def add(a, b):
+    return a + b
+
+
+@gluon.jit
+def locate_chunk(p_chunks, i_c, T, NT, IS_PACKED: gl.constexpr):
+    """As chunks.locate_chunk."""
+    if IS_PACKED:
+        i_n = gl.load(p_chunks + i_c * 3)
+        row = gl.load(p_chunks + i_c * 3 + 1)
+        n_stored = gl.load(p_chunks + i_c * 3 + 2) - row
+        return row.to(gl.int64), gl.where(i_n >= 0, n_stored, 0), n_stored
+    else:
+        row = (i_c % NT) * 64
+        n_rows = gl.minimum(gl.to_tensor(T) - row, 64)
+        return (i_c // NT).to(gl.int64) * T + row, n_rows, n_rows
+
+
+@gluon.jit
+def locate_sequence(p_sequences, i_n, T, NT, IS_PACKED: gl.constexpr):
+    """As chunks.locate_sequence."""
+    if IS_PACKED:
+        i_c = gl.load(p_sequences + i_n * 3)
+        row = gl.load(p_sequences + i_n * 3 + 1)
+        return i_c, row.to(gl.int64), gl.load(p_sequences + i_n * 3 + 2) - row
+    else:
+        return i_n * NT, i_n.to(gl.int64) * T, gl.to_tensor(T)  # one token would be a constant
+
+
+# ------------------------------------------------------------------ memory to shared memory and back
+#
+# Loops over slabs, as many rows as the program's threads cover at once: a thread's addresses in a tile then differ by
+# constants, which take no registers. `layout` names how threads lie on a slab.
+
+
+@gluon.jit
+def offsets_of(smem, STRIDE: gl.constexpr, layout: gl.constexpr):
+    """(rows of a slab, offsets of its elements in memory)."""
+    ROWS: gl.constexpr = layout.threads_per_warp[0] * layout.warps_per_cta[0]
+    o_t = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    o_d = gl.arange(0, smem.shape[1], layout=gl.SliceLayout(0, layout))
+    return o_t, o_t[:, None] * STRIDE + o_d[None, :]
+
+
+@gluon.jit
+def fetch_rows(smem, p, row, n_rows, i_h, i_d, NH: gl.constexpr, D: gl.constexpr, layout: gl.constexpr):
+    """Starts copying columns i_d.. of head i_h, rows row.. of [rows, NH, D], into a tile; zero past n_rows."""
+    ROWS: gl.constexpr = layout.threads_per_warp[0] * layout.warps_per_cta[0]
+    o_t, offsets = offsets_of(smem, NH * D, layout)
+    p_rows = p + (row * NH + i_h) * D + i_d
+    for i in gl.static_range(smem.shape[0] // ROWS):
+        mask = (o_t < n_rows - i * ROWS)[:, None]
+        async_load(smem.slice(i * ROWS, ROWS, 0), p_rows + offsets, mask=mask)
+        p_rows += ROWS * NH * D
+
+
+@gluon.jit
+def store_rows(smem, p, row, n_rows, i_h, i_d, NH: gl.constexpr, D: gl.constexpr, layout: gl.constexpr):
+    """The reverse of `fetch_rows`."""
+    ROWS: gl.constexpr = layout.threads_per_warp[0] * layout.warps_per_cta[0]
+    o_t, offsets = offsets_of(smem, NH * D, layout)
+    p_rows = p + (row * NH + i_h) * D + i_d
+    for i in gl.static_range(smem.shape[0] // ROWS):
+        mask = (o_t < n_rows - i * ROWS)[:, None]
+        gl.store(p_rows + offsets, smem.slice(i * ROWS, ROWS, 0).load(layout), mask=mask)
+        p_rows += ROWS * NH * D
+
+
+@gluon.jit
+def fetch_block(smem, p, STRIDE: gl.constexpr, layout: gl.constexpr):
+    """Starts copying rows STRIDE apart: a block of a state."""
+    ROWS: gl.constexpr = layout.threads_per_warp[0] * layout.warps_per_cta[0]
+    _, offsets = offsets_of(smem, STRIDE, layout)
+    for i in gl.static_range(smem.shape[0] // ROWS):
+        async_load(smem.slice(i * ROWS, ROWS, 0), p + i * ROWS * STRIDE + offsets)
+
+
+@gluon.jit
+def load_vector(p, row, n_rows, i_hv, HV: gl.constexpr, layout: gl.constexpr):
+    """[64] of a head's rows of [rows, HV], float32; zero past the end."""
+    o = gl.arange(0, 64, layout=layout)
+    return gl.load(p + row * HV + i_hv + o * HV, mask=o < n_rows, other=0.0).to(gl.float32)
+
+
+# ------------------------------------------------------------------ codes
+
+
+@gluon.jit
+def decode(byte, FORMAT: gl.constexpr):
+    """As rounding.decode, with the hardware's conversion."""
+    if FORMAT == "int8":
+        return byte.to(gl.int8, bitcast=True).to(gl.float32)
+    else:
+        gl.static_assert(FORMAT == "e4m3")
+        return byte.to(gl.float8e4nv, bitcast=True).to(gl.float32)
+
+
+@gluon.jit
+def magnitude_bits(x):
+    """As rounding.magnitude_bits."""
+    return x.to(gl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@gluon.jit
+def e4m3_scale(amax):
+    """(s, r) of one number: as rounding.compute_scale for E4M3."""
+    s = gl.div_rn(amax, gl.to_tensor(448.0))
+    s = gl.where(s < TINY, 1.0, s)
+    return s, gl.div_rn(gl.to_tensor(1.0), s)
