@@ -20,6 +20,7 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 from jlaqat.kernels import pipeline, recurrent_pipeline, replay_pipeline
 from jlaqat.kernels.call import SHARED_MEMORY, Inputs, options_for
@@ -86,7 +87,8 @@ class CompileRun:
                 array = launch.inputs.get(name) or outputs[name]
                 signature[name] = "*" + _TYPES[dtype_name(array)]
                 attrs[(i,)] = [["tt.divisibility", 16]]
-        source = ASTSource(launch.kernel, signature, constants, attrs)
+        kind = GluonASTSource if isinstance(launch.kernel, GluonJITFunction) else ASTSource
+        source = kind(launch.kernel, signature, constants, attrs)
         options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, **launch.compiler_options}
         kernel = triton.compile(source, target=self.target, options=options)
         self.report.append(_describe(launch, kernel, self.target.arch))
