@@ -19,13 +19,17 @@ from jlaqat.parity_files import Case, as_bits, read_arrays, read_case, write_arr
 from jlaqat.parity_report import parse_shape
 from jlaqat.spec import QuantSpec
 
+pytestmark = pytest.mark.usefixtures("compile_quickly")
 TINY = ParityConfig(lengths=(0, 3, 66), heads=1, value_heads=2, key_dim=16)
 RESULTS = ["o", "final_state", *(f"d{name}" for name in OPERANDS)]
 
 
-@pytest.mark.parametrize("gate", ["gdn", pytest.param("kda", marks=pytest.mark.slow)])
-def test_packed_grouped_call_on_all_sides(gate):
-    report = compare(dataclasses.replace(TINY, gate=gate))
+@pytest.mark.parametrize(
+    ("gate", "lengths"),
+    [("gdn", (0, 3, 9)), *(pytest.param(g, (0, 3, 66), marks=pytest.mark.slow) for g in ("gdn", "kda"))],
+)
+def test_packed_grouped_call_on_all_sides(gate, lengths):
+    report = compare(dataclasses.replace(TINY, gate=gate, lengths=lengths))
     assert report.passed and not report.missing and report.binding and report.dtype == "float32"
     assert report.sides == {"jax": "xla", "bridge": "interpreter", "fla": "naive"}
     assert [row.name for row in report.rows] == RESULTS
