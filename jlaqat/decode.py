@@ -281,7 +281,7 @@ def _decode(
         o, carry = decode_replay(quant, scale, operands, before, portable=by_kernels != "triton")
     elif by_kernels:
         operands = Inputs(q, k, v, g, beta, memory.S)
-        o, memory = decode_triton(quant, scale, operands, memory, span, portable=by_kernels != "triton")
+        o, memory = decode_triton(quant, scale, operands, memory, span, arrays, portable=by_kernels != "triton")
     elif T - skipped == 1 and tokens.cu_seqlens is None:
         active, sequence = jnp.ones(k.shape[0], bool), jnp.arange(k.shape[0], dtype=jnp.int32)
         if tokens.prefix is not None:

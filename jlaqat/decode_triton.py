@@ -1,6 +1,6 @@
 """The triton backend of `delta_rule_decode`: the recurrence kernels through jax-triton, under one custom_vjp.
 
-Mode "token", states in E4M3 or INT8 (by tile, key_row or value_row), bfloat16, float16 or float32, to nearest, on
+Mode "token", states in E4M3 or INT8 (by tile, key_row or value_row), bfloat16, float16 or float32, on
 NVIDIA GPUs from SM80 on; `why_not` says what stands in the way of a call. The kernels walk the same rows as
 `decode_scan` and keep the same codes; sums over keys run in another order, so the two agree as float32 sums do. The
 backward keeps the state after every 64 tokens and runs a segment again, with the same kernel, before going through it.
@@ -11,7 +11,7 @@ A sequence has the bits that it has alone, wherever its tokens lie: in a row to 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -50,11 +50,18 @@ def why_not(policy: DecodePolicy, key_dim: int, span: Span, dtype: Any) -> str |
         return "the kernels replay batches whose sequences start and end together, without cu_seqlens"
     from jlaqat.kernels import recurrent_pipeline
 
-    return recurrent_pipeline.why_not(policy.state, key_dim)
+    return recurrent_pipeline.why_not(policy.state, key_dim, draws=policy.mode == "token")
 
 
 def decode_triton(
-    policy: DecodePolicy, scale: float, inputs: Inputs, memory: Memory, span: Span, *, portable: bool = False
+    policy: DecodePolicy,
+    scale: float,
+    inputs: Inputs,
+    memory: Memory,
+    span: Span,
+    arrays: QuantArrays,
+    *,
+    portable: bool = False,
 ) -> tuple[Array, Memory]:
     """(o [B, T, HV, V], memory after the tokens of `span`), as `decode_scan` returns them. T ≥ 1.
 
@@ -65,20 +72,54 @@ def decode_triton(
     Composes with jit (it runs on shards of batch and heads as they lie), grad, vmap (folded into the batch), scan,
     jax.checkpoint, and shard_map over batch and heads.
     """
-    o, S, values, codes_scale = _decode(target_of(portable=portable), policy, scale, inputs, memory.stored, span)
+    entering = Entering(memory.stored, _counters(policy, memory.position, inputs.v.shape[2], arrays))
+    o, S, values, codes_scale = _decode(target_of(portable=portable), policy, scale, inputs, entering, span)
     B, T = inputs.k.shape[:2]
     bounds = bounds_of(span, B, T)
     position = memory.position + (T if bounds is None else bounds.count)
     return o, memory._replace(S=S, stored=Stored(values, codes_scale), position=position)
 
 
+class Entering(NamedTuple):
+    """What a call starts from."""
+
+    stored: Stored
+    counters: Array | None  # [N, HV, 4] int32, for stochastic rounding: see recurrent_pipeline.forward
+
+    @property
+    def kept(self) -> Any:
+        return as_kept(self.stored)
+
+    def after(self, tokens: Array | int) -> Array | None:
+        """The counters when every sequence has had so many tokens more."""
+        if self.counters is None:
+            return None
+        return self.counters + jnp.stack([jnp.asarray(tokens, jnp.int32)] + [jnp.zeros((), jnp.int32)] * 3)
+
+
+def _counters(policy: DecodePolicy, position: Array, heads: int, arrays: QuantArrays) -> Array | None:
+    """[N, HV, 4] int32: position, layer·2^16 ^ head, sequence, step, each as `sites.state_bits` counts it."""
+    if policy.state is None or policy.state.rounding != "stochastic":
+        return None
+
+    def word(x: Any) -> Array:
+        return jax.lax.bitcast_convert_type(jnp.asarray(x).astype(jnp.uint32), jnp.int32)
+
+    count = position.shape[0]
+    head = jnp.arange(heads, dtype=jnp.uint32) + jnp.asarray(arrays.head_offset).astype(jnp.uint32)
+    sequence = jnp.arange(count, dtype=jnp.uint32) + jnp.asarray(arrays.sequence_offset).astype(jnp.uint32)
+    layer_and_head = (jnp.asarray(arrays.layer).astype(jnp.uint32) << 16) ^ head
+    words = (position[:, None], layer_and_head[None, :], sequence[:, None], jnp.asarray(arrays.step)[None, None])
+    return jnp.stack([jnp.broadcast_to(word(x), (count, heads)) for x in words], axis=-1)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _decode(target: Target, policy: DecodePolicy, scale: float, inputs: Inputs, entering: Stored, span: Span):
+def _decode(target: Target, policy: DecodePolicy, scale: float, inputs: Inputs, entering: Entering, span: Span):
     o, stored, _ = _forward(target, policy, scale, False)(inputs[:5], entering, span)
     return o, decode(stored, policy, jnp.float32), *stored
 
 
-def _decode_fwd(target: Target, policy: DecodePolicy, scale: float, inputs: Inputs, entering: Stored, span: Span):
+def _decode_fwd(target: Target, policy: DecodePolicy, scale: float, inputs: Inputs, entering: Entering, span: Span):
     o, stored, saved = _forward(target, policy, scale, True)(inputs[:5], entering, span)
     return (o, decode(stored, policy, jnp.float32), *stored), (inputs, entering, span, saved)
 
@@ -133,14 +174,14 @@ def tokens_inside(bounds: Any, batch: int, num_tokens: int) -> Array:
 def _forward(target: Target, policy: DecodePolicy, scale: float, with_saved: bool):
     """(tokens, entering, span) -> (o, Stored, states after every 64 tokens as the kernels keep them, or None)."""
 
-    def kernels(tokens: Any, entering: Stored, span: Span):
+    def kernels(tokens: Any, entering: Entering, span: Span):
         options = options_of(target, policy, scale)
-        o, state, saved = launch_forward(target.run, options, tokens, as_kept(entering), span, with_saved)
+        o, state, saved = launch_forward(target.run, options, tokens, entering, span, with_saved)
         return o, as_stored(state, policy), saved
 
-    def elsewhere(tokens: Any, entering: Stored, span: Span):
+    def elsewhere(tokens: Any, entering: Entering, span: Span):
         """Nothing saved: the backward starts from the inputs again."""
-        o, S, stored = _by_scan(policy, scale, tokens, entering, decode(entering, policy, jnp.float32), span)
+        o, S, stored = _by_scan(policy, scale, tokens, entering, decode(entering.stored, policy, jnp.float32), span)
         saved = jax.eval_shape(kernels, tokens, entering, span)[2]
         return o, stored, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), saved)
 
@@ -158,15 +199,15 @@ def _forward(target: Target, policy: DecodePolicy, scale: float, with_saved: boo
 def _backward(target: Target, policy: DecodePolicy, scale: float):
     """(tokens, entering, span, saved, do, dS) -> gradients of the five operands and of the entering state."""
 
-    def kernels(tokens: Any, entering: Stored, span: Span, saved: Any, do: Array, dS: Array):
+    def kernels(tokens: Any, entering: Entering, span: Span, saved: Any, do: Array, dS: Array):
         options = options_of(target, policy, scale)
-        return launch_backward(target.run, options, tokens, as_kept(entering), span, saved, do, dS)
+        return launch_backward(target.run, options, tokens, entering, span, saved, do, dS)
 
-    def elsewhere(tokens: Any, entering: Stored, span: Span, saved: Any, do: Array, dS: Array):
+    def elsewhere(tokens: Any, entering: Entering, span: Span, saved: Any, do: Array, dS: Array):
         def run(tokens: Any, S: Array):
             return _by_scan(policy, scale, tokens, entering, S, span)[:2]
 
-        d_tokens, d_initial = jax.vjp(run, tokens, decode(entering, policy, jnp.float32))[1]((do, dS))
+        d_tokens, d_initial = jax.vjp(run, tokens, decode(entering.stored, policy, jnp.float32))[1]((do, dS))
         return *d_tokens, d_initial
 
     return kernel_call(
@@ -179,41 +220,38 @@ def _backward(target: Target, policy: DecodePolicy, scale: float):
     )
 
 
-def _by_scan(policy: DecodePolicy, scale: float, tokens: Any, entering: Stored, S: Array, span: Span):
+def _by_scan(policy: DecodePolicy, scale: float, tokens: Any, entering: Entering, S: Array, span: Span):
     """(o, state, Stored) of the xla backend from the same operands."""
-
-    def run(tokens: Any, entering: Stored, S: Array, span: Span):
-        q, k, v, g, beta = tokens
-        none = jnp.zeros(S.shape[0], jnp.int32)
-        memory = Memory(S, entering, None, None, none, none)
-        o, memory = decode_scan(policy, scale, Inputs(q, k, v, g, beta, S), memory, span, QuantArrays())
-        return o, memory.S, memory.stored
-
-    rows = tokens[0].shape[0]
-    if span.cu_seqlens is None or rows == 1:
-        return run(tokens, entering, S, span)
-    # Packed rows that vmap stacked: one after the other, sequences by the row that they lie in.
-    by_row = jax.tree.map(lambda x: x.reshape(rows, -1, *x.shape[1:]), (tokens, entering, S, span))
-    by_row = (jax.tree.map(lambda x: x[:, None], tokens), *by_row[1:])
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), jax.lax.map(lambda row: run(*row), by_row))
+    q, k, v, g, beta = tokens
+    none, arrays = jnp.zeros(S.shape[0], jnp.int32), QuantArrays()
+    position = none
+    if entering.counters is not None:  # heads are below 2^16
+        position = entering.counters[:, 0, 0]
+        _, layer_and_head, sequence, step = jax.lax.bitcast_convert_type(entering.counters[0, 0], jnp.uint32)
+        layer, head = layer_and_head >> 16, layer_and_head & jnp.uint32(0xFFFF)
+        arrays = QuantArrays(step=step, layer=layer, sequence_offset=sequence, head_offset=head)
+    memory = Memory(S, entering.stored, None, None, position, none)
+    o, memory = decode_scan(policy, scale, Inputs(q, k, v, g, beta, S), memory, span, arrays)
+    return o, memory.S, memory.stored
 
 
 # ------------------------------------------------------------------ launches
 
 
-def launch_forward(run: Any, options: Any, tokens: Any, entering: Any, span: Span, with_saved: bool):
+def launch_forward(run: Any, options: Any, tokens: Any, entering: Entering, span: Span, with_saved: bool):
     """(o, the last states, those after every 64 tokens or None), states as the kernels keep them."""
     from jlaqat.kernels import recurrent_pipeline as pipeline
 
     B, T = tokens[0].shape[:2]
     bounds, stride = bounds_of(span, B, T), CHUNK_SIZE if with_saved and T > CHUNK_SIZE else None
-    out = pipeline.forward(run, pipeline.Tokens(*tokens), entering, options, bounds=bounds, stride=stride)
+    which: dict[str, Any] = dict(bounds=bounds, counters=entering.counters, stride=stride)
+    out = pipeline.forward(run, pipeline.Tokens(*tokens), entering.kept, options, **which)
     o = out.o if bounds is None else jnp.where(tokens_inside(bounds, B, T)[..., None, None], out.o, 0)
     return o, out.state, out.saved
 
 
 def launch_backward(
-    run: Any, options: Any, tokens: Any, entering: Any, span: Span, saved: Any, do: Array, dS: Array
+    run: Any, options: Any, tokens: Any, entering: Entering, span: Span, saved: Any, do: Array, dS: Array
 ) -> tuple[Array, ...]:
     """At most 64 tokens of every sequence at a time, from the last: run again from a saved state, then gone through."""
     from jlaqat.kernels import recurrent_pipeline as pipeline
@@ -221,9 +259,9 @@ def launch_backward(
     B, T = do.shape[:2]
     bounds, tokens = bounds_of(span, B, T), pipeline.Tokens(*tokens)
     if bounds is None and T <= CHUNK_SIZE:
-        again = pipeline.forward(run, tokens, entering, options, stride=1)
+        again = pipeline.forward(run, tokens, entering.kept, options, counters=entering.counters, stride=1)
         assert again.saved is not None
-        return tuple(pipeline.backward(run, tokens, entering, again.saved, do, dS, options))
+        return tuple(pipeline.backward(run, tokens, entering.kept, again.saved, do, dS, options))
 
     N, most = dS.shape[0], min(CHUNK_SIZE, T)
     ragged, row = bounds is not None, jnp.arange(N, dtype=jnp.int32) // (N // B)
@@ -235,7 +273,7 @@ def launch_backward(
 
     def entering_states(segment: Array) -> Any:
         if saved is None:  # one segment
-            return entering
+            return entering.kept
         slots = saved.values.shape[1]
         slot = jnp.clip((bounds.first + (most - 1)) // most + segment - 1, 0, slots - 1)
 
@@ -243,7 +281,7 @@ def launch_backward(
             later = later.reshape(B * slots, *later.shape[2:])[row * slots + slot]
             return jnp.where(segment == 0, first, later)
 
-        return jax.tree.map(pick, entering, saved)
+        return jax.tree.map(pick, entering.kept, saved)
 
     def place(segment: Array, window: Any, whole: Array, part: Array) -> Array:
         """The gradients of a segment [N, most, ...] in those of the call [B, padded, ...]."""
@@ -261,9 +299,10 @@ def launch_backward(
         done = most * segment
         window = pipeline.Bounds(bounds.first + done, jnp.clip(bounds.count - done, 0, most))
         state = entering_states(segment)
-        again = pipeline.forward(run, tokens, state, options, bounds=window, stride=1, most=most)
+        which: dict[str, Any] = dict(bounds=window, most=most)
+        again = pipeline.forward(run, tokens, state, options, counters=entering.after(done), stride=1, **which)
         assert again.saved is not None
-        out = pipeline.backward(run, tokens, state, again.saved, do, dS, options, bounds=window, most=most)
+        out = pipeline.backward(run, tokens, state, again.saved, do, dS, options, **which)
         return out.state, tuple(place(segment, window, *pair) for pair in zip(gradients, out[:5]))
 
     zeros = tuple(vary_over(jnp.zeros((B, padded, *x.shape[2:]), jnp.float32), axes) for x in tokens)

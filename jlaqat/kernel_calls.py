@@ -159,35 +159,63 @@ def kernel_call(
     Traced once a shape. Under jit it runs on shards of sequences and heads as they lie; vmap folds calls into axis 0 of
     all arrays. Not differentiable.
 
-    elsewhere: the same in plain JAX, for other platforms than CUDA where the target is portable.
+    elsewhere: the same in plain JAX, for other platforms than CUDA where the target is portable; it sees one call,
+      and JAX vmaps it.
     arguments, results: what the arrays are, a key of HEAD_AXIS for each argument or a pytree of such keys. The first
       array of all is [B, T, H, ...].
     one_row(*args): the kernels take one row of tokens for all sequences (B = 1), so that there is no batch to fold
       into: calls under vmap run one after the other, on the devices that their rows lie on.
     """
 
-    def make(stacked: bool) -> Any:
-        function = _on_each_platform(target, kernels, elsewhere, (arguments, results), one_row, stacked)
-        function.__name__ = f"{name}_of_calls" if stacked else name
-        return jax.custom_batching.custom_vmap(jax.jit(function))
+    @functools.cache
+    def of_calls(calls: int, stacked: bool) -> Any:
+        """The function of so many calls, folded into one, or stacked along an axis in front."""
+        ways = _of_stacked(kernels, elsewhere) if stacked else (kernels, _of_folded(elsewhere, calls))
+        function = _on_each_platform(target, *ways, (arguments, results), one_row, stacked)
+        function.__name__ = name if calls == 1 else f"{name}_of_calls"
+        mapped = jax.custom_batching.custom_vmap(jax.jit(function))
+        mapped.def_vmap(functools.partial(fold, calls, stacked))
+        return mapped
 
-    call, calls = make(False), make(True)
-
-    def fold(again: Any, axis_size: int, in_batched: Any, *args: Any) -> Any:
+    def fold(calls: int, stacked: bool, axis_size: int, in_batched: Any, *args: Any) -> Any:
         def stack(x: Array, batched: bool) -> Array:
             return x if batched else jnp.broadcast_to(x, (axis_size, *x.shape))
 
         args = jax.tree.map(stack, args, tuple(in_batched))
-        if again is call and one_row(*args):
-            outputs = calls(*args)
+        if not stacked and one_row(*args):
+            outputs = of_calls(axis_size, True)(*args)
         else:
-            outputs = again(*jax.tree.map(lambda x: x.reshape(axis_size * x.shape[1], *x.shape[2:]), args))
-            outputs = jax.tree.map(lambda x: x.reshape(axis_size, x.shape[0] // axis_size, *x.shape[1:]), outputs)
+            args = jax.tree.map(lambda x: x.reshape(axis_size * x.shape[1], *x.shape[2:]), args)
+            outputs = of_calls(calls * axis_size, stacked)(*args)
+            outputs = _unfold(outputs, axis_size)
         return outputs, jax.tree.map(lambda x: True, outputs)
 
-    for function in (call, calls):
-        function.def_vmap(functools.partial(fold, function))
-    return call
+    return of_calls(1, False)
+
+
+def _unfold(tree: Any, calls: int) -> Any:
+    """[calls · n, ...] → [calls, n, ...] for all arrays."""
+    return jax.tree.map(lambda x: x.reshape(calls, x.shape[0] // calls, *x.shape[1:]), tree)
+
+
+def _of_folded(function: Any, calls: int) -> Any:
+    """`function` of one call for arguments and results of many, folded."""
+    if calls == 1:
+        return function
+
+    def run(*args: Any):
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), jax.vmap(function)(*_unfold(args, calls)))
+
+    return run
+
+
+def _of_stacked(kernels: Any, elsewhere: Any) -> tuple[Any, Any]:
+    """Both for calls along an axis in front: those of kernels run one after the other."""
+
+    def run(*args: Any):
+        return jax.lax.map(lambda args: kernels(*args), args)
+
+    return run, jax.vmap(elsewhere)
 
 
 def _on_each_platform(
@@ -195,13 +223,8 @@ def _on_each_platform(
 ) -> Any:
     """`kernels` on CUDA, on shards of batch and heads as they lie; `elsewhere` on other platforms if it is portable.
 
-    stacked: for calls stacked along an axis in front, which run one after the other.
+    stacked: for calls stacked along an axis in front.
     """
-    if stacked:
-        one, elsewhere = kernels, jax.vmap(elsewhere)
-
-        def kernels(*args: Any):
-            return jax.lax.map(lambda args: one(*args), args)
 
     def run(*args: Any):
         axes = all_varying_axes(args)

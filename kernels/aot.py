@@ -182,10 +182,13 @@ def compile_recurrent(
     d_leaving = FakeArray(values.shape, "float32")
     if window is None:
         which: dict[str, Any] = {}
+        drawn = state is not None and state.rounding == "stochastic"
+        counters = FakeArray((batch, hv, 4), "int32") if drawn else None
         if packed:
             which = {"bounds": recurrent_pipeline.Bounds(*[FakeArray((batch,), "int32")] * 2), "most": 64}
-            recurrent_pipeline.forward(run, operands, entering, options, bounds=which["bounds"], stride=64)
-        out = recurrent_pipeline.forward(run, operands, entering, options, stride=1, **which)
+            shared = {"bounds": which["bounds"], "counters": counters, "stride": 64}
+            recurrent_pipeline.forward(run, operands, entering, options, **shared)
+        out = recurrent_pipeline.forward(run, operands, entering, options, counters=counters, stride=1, **which)
         assert out.saved is not None
         recurrent_pipeline.backward(run, operands, entering, out.saved, v, d_leaving, options, **which)
         return report

@@ -12,142 +12,8 @@ Formulas: docs/decode.md (mode "token").
 import triton
 import triton.language as tl
 
-from jlaqat.kernels.rounding import compute_scale, decode, encode, magnitude_bits, round_code
-
-
-@triton.jit
-def round_state(b_s, FORMAT: tl.constexpr, GRANULARITY: tl.constexpr, HARDWARE_FP8: tl.constexpr):
-    """(codes, scales, the state they stand for) of [BK, BV]; without codes the rounded values, 1 and again the values.
-
-    Scales: one for "tile", [BK] for "key_row" (BV is its 32 columns then), [BV] for "value_row".
-    """
-    if FORMAT == "float32":
-        return b_s, tl.full([], 1.0, tl.float32), b_s
-    elif FORMAT == "bfloat16":
-        b_value = b_s.to(tl.bfloat16).to(tl.float32)  # nearest even on every architecture
-        return b_value, tl.full([], 1.0, tl.float32), b_value
-    elif FORMAT == "float16":
-        b_value = b_s.to(tl.float16).to(tl.float32)
-        return b_value, tl.full([], 1.0, tl.float32), b_value
-    else:
-        LARGEST: tl.constexpr = 448.0 if FORMAT == "e4m3" else 127.0
-        bits = magnitude_bits(b_s)
-        if GRANULARITY == "tile":
-            s, r = compute_scale(tl.max(tl.max(bits, axis=1), axis=0).to(tl.float32, bitcast=True), LARGEST)
-            b_code = round_code(b_s * r, FORMAT, HARDWARE_FP8)
-            return b_code, s, b_code * s
-        elif GRANULARITY == "key_row":
-            s, r = compute_scale(tl.max(bits, axis=1).to(tl.float32, bitcast=True), LARGEST)
-            b_code = round_code(b_s * r[:, None], FORMAT, HARDWARE_FP8)
-            return b_code, s, b_code * s[:, None]
-        else:
-            tl.static_assert(GRANULARITY == "value_row")
-            s, r = compute_scale(tl.max(bits, axis=0).to(tl.float32, bitcast=True), LARGEST)
-            b_code = round_code(b_s * r[None, :], FORMAT, HARDWARE_FP8)
-            return b_code, s, b_code * s[None, :]
-
-
-@triton.jit
-def store_rounded(
-    p_values,
-    p_scale,
-    state,  # int64, the state's number in p_values
-    b_code,
-    b_scale,
-    i_v,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    FORMAT: tl.constexpr,
-    GRANULARITY: tl.constexpr,
-    HARDWARE_FP8: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
-    """Codes and scales, or values, as they are kept."""
-    BK: tl.constexpr = b_code.shape[0]
-    BV: tl.constexpr = b_code.shape[1]
-    PROGRAMS_V: tl.constexpr = (V + BV - 1) // BV
-    o_k = tl.arange(0, BK)
-    o_v = i_v + tl.arange(0, BV)
-    m = (o_k < K)[:, None] & (o_v < V)[None, :]
-    p = p_values + state * K * V + o_k[:, None] * V + tl.max_contiguous(o_v, VECTOR)[None, :]
-    if FORMAT == "e4m3" or FORMAT == "int8":
-        tl.store(p, encode(b_code, FORMAT, HARDWARE_FP8), mask=m)
-        if GRANULARITY == "tile":
-            tl.store(p_scale + state * PROGRAMS_V + i_v // BV, b_scale)
-        elif GRANULARITY == "key_row":
-            tl.store(p_scale + (state * K + o_k) * PROGRAMS_V + i_v // BV, b_scale, mask=o_k < K)
-        else:
-            tl.store(p_scale + state * V + o_v, b_scale, mask=o_v < V)
-    else:
-        tl.store(p, b_code.to(p_values.dtype.element_ty), mask=m)
-
-
-@triton.jit
-def load_kept(
-    p_values,
-    p_scale,
-    state,
-    i_v,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    FORMAT: tl.constexpr,
-    GRANULARITY: tl.constexpr,
-    HARDWARE_FP8: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
-    """(codes, scales) that `store_rounded` wrote, float32, zero outside; without codes the values and 1."""
-    PROGRAMS_V: tl.constexpr = (V + BV - 1) // BV
-    o_k = tl.arange(0, BK)
-    o_v = i_v + tl.arange(0, BV)
-    m = (o_k < K)[:, None] & (o_v < V)[None, :]
-    p = p_values + state * K * V + o_k[:, None] * V + tl.max_contiguous(o_v, VECTOR)[None, :]
-    b = tl.load(p, mask=m, other=0)
-    if FORMAT == "float32" or FORMAT == "bfloat16" or FORMAT == "float16":
-        return b.to(tl.float32), tl.full([], 1.0, tl.float32)
-    else:
-        b_code = decode(b, FORMAT, HARDWARE_FP8)
-        if GRANULARITY == "tile":
-            return b_code, tl.load(p_scale + state * PROGRAMS_V + i_v // BV)
-        elif GRANULARITY == "key_row":
-            p = p_scale + (state * K + o_k) * PROGRAMS_V + i_v // BV
-            return b_code, tl.load(p, mask=o_k < K, other=0.0)
-        else:
-            return b_code, tl.load(p_scale + state * V + o_v, mask=o_v < V, other=0.0)
-
-
-@triton.jit
-def apply_scale(b_code, b_scale, FORMAT: tl.constexpr, GRANULARITY: tl.constexpr):
-    """The state that codes and scales stand for."""
-    if FORMAT == "float32" or FORMAT == "bfloat16" or FORMAT == "float16":
-        return b_code
-    elif GRANULARITY == "tile":
-        return b_code * b_scale
-    elif GRANULARITY == "key_row":
-        return b_code * b_scale[:, None]
-    else:
-        return b_code * b_scale[None, :]
-
-
-@triton.jit
-def load_rounded(
-    p_values,
-    p_scale,
-    state,
-    i_v,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    FORMAT: tl.constexpr,
-    GRANULARITY: tl.constexpr,
-    HARDWARE_FP8: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
-    """The state that `store_rounded` wrote, float32, zero outside."""
-    b_code, b_scale = load_kept(p_values, p_scale, state, i_v, K, V, BK, BV, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR)
-    return apply_scale(b_code, b_scale, FORMAT, GRANULARITY)
+from jlaqat.kernels.kept_state import apply_scale, load_kept, load_rounded, round_state, store_rounded
+from jlaqat.kernels.philox import draw_words
 
 
 @triton.jit
@@ -204,6 +70,7 @@ def recurrent_forward_kernel(
     p_scale,  # their scales, see `store_rounded`; any array where there are none
     p_first,  # [N] int32, see `rows_of`; any array where not RAGGED
     p_count,  # [N] int32
+    p_counters,  # [N, HV, 4] int32: roundings so far, layer and head, sequence, step; any array where not DRAWN
     p_o,  # out: [B, T, HV, V]; rows of no sequence are not written
     p_values_out,  # out: [N, HV, K, V], the states that leave
     p_scale_out,  # out
@@ -221,6 +88,8 @@ def recurrent_forward_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
     IS_KDA: tl.constexpr,
+    SEED: tl.constexpr,
+    DRAWN: tl.constexpr,
     RAGGED: tl.constexpr,
     SHARED_SLOTS: tl.constexpr,
     FORMAT: tl.constexpr,
@@ -250,6 +119,9 @@ def recurrent_forward_kernel(
     if SHARED_SLOTS:  # the slot of a token's state is the token's number by STRIDE: no two sequences have the same
         slot = i_b * SLOTS + (first + STRIDE - 1) // STRIDE
     row = i_b * T + first
+    if DRAWN:
+        rounds, layer_and_head = tl.load(p_counters + state * 4), tl.load(p_counters + state * 4 + 1)
+        sequence, step = tl.load(p_counters + state * 4 + 2), tl.load(p_counters + state * 4 + 3)
     q, k, v, g, beta = load_token(p_q, p_k, p_v, p_g, p_beta, row, i_h, i_hv, o_k, o_v, H, HV, K, V, IS_KDA)
     for t in range(count):
         b_q = q.to(tl.float32) * scale
@@ -267,7 +139,11 @@ def recurrent_forward_kernel(
         b_s = tl.fma(b_k[:, None], tl.broadcast_to(b_r[None, :], [BK, BV]), b_s)
         if not READ_STORED:
             b_o = tl.sum(b_s * b_q[:, None], axis=0)
-        b_code, b_scale, b_s = round_state(b_s, FORMAT, GRANULARITY, HARDWARE_FP8)
+        if DRAWN:
+            words = draw_words(rounds + t + 1, layer_and_head, sequence, step, i_v, V, BK, BV, SEED)
+            b_code, b_scale, b_s = round_state(b_s, FORMAT, GRANULARITY, HARDWARE_FP8, words, DRAWN)
+        else:
+            b_code, b_scale, b_s = round_state(b_s, FORMAT, GRANULARITY, HARDWARE_FP8)
         if READ_STORED:
             b_o = tl.sum(b_s * b_q[:, None], axis=0)
         tl.store(p_o + (row * HV + i_hv) * V + o_v, b_o.to(p_o.dtype.element_ty), mask=o_v < V)

@@ -96,8 +96,11 @@ class Options:
             object.__setattr__(self, "state", fit_to_site(self.state, "state"))
 
 
-def why_not(spec: QuantSpec | None, key_dim: int) -> str | None:
-    """The reason why the kernels cannot keep a state so, as the end of a sentence; None where they can."""
+def why_not(spec: QuantSpec | None, key_dim: int, *, draws: bool = False) -> str | None:
+    """The reason why the kernels cannot keep a state so, as the end of a sentence; None where they can.
+
+    draws: the launches draw bits for stochastic rounding.
+    """
     if key_dim > 256:
         return f"K is {key_dim} and the kernels hold at most 256 key channels"
     if spec is None:
@@ -106,10 +109,10 @@ def why_not(spec: QuantSpec | None, key_dim: int) -> str | None:
     if spec.format not in ("e4m3", "int8", "bfloat16", "float16"):
         return f"the kernels decode with E4M3, INT8, bfloat16 and float16 states, not {spec.format!r}"
     plain = QuantSpec(format=spec.format)
-    if spec.rounding != plain.rounding or spec.scale != "dynamic" or spec.limit or spec.scale_dtype != "float32":
-        return (
-            f"the kernels round to nearest with dynamic float32 scales to the format's maximum, not {spec.describe()}"
-        )
+    roundings = (plain.rounding, "stochastic") if draws else (plain.rounding,)
+    if spec.rounding not in roundings or spec.scale != "dynamic" or spec.limit or spec.scale_dtype != "float32":
+        how = "to nearest or stochastically" if draws else "to nearest"
+        return f"the kernels round {how} with dynamic float32 scales to the format's maximum, not {spec.describe()}"
     if spec.format in ("e4m3", "int8") and spec.granularity not in ("tile", "key_row", "value_row"):
         return f"the kernels scale states by tile, key_row or value_row, not {spec.granularity!r}"
     return None
@@ -152,6 +155,10 @@ class Call(NamedTuple):
         return self.format in ("e4m3", "int8")
 
     @property
+    def drawn(self) -> bool:
+        return self.options.state is not None and self.options.state.rounding == "stochastic"
+
+    @property
     def granularity(self) -> str:
         return str(self.options.state.granularity) if self.coded and self.options.state else "none"
 
@@ -175,6 +182,7 @@ class Call(NamedTuple):
         if self.options.warps is not None:
             return self.options.warps
         share = 128 if states == 1 and self.format == "float32" else 64
+        share //= 2 if self.drawn and states == 1 else 1
         return max(1, min(16, states * power_of_two(self.sizes[4]) * self.width // (32 * share)))
 
     @property
@@ -247,10 +255,14 @@ def forward(
     options: Options,
     *,
     bounds: Bounds | None = None,
+    counters: Any | None = None,
     stride: int | None = None,
     most: int | None = None,
 ) -> Output:
     """The tokens in order, from `state` [N, HV, K, V].
+
+    counters: for stochastic rounding, int32 [N, HV, 4]: the roundings of the sequence before these, layer·2^16 ^ head,
+      sequence and step, as `jlaqat.philox.random_bits` takes them (which says what is drawn).
 
     stride: save the state after every so many tokens; None saves none. Without `most` sequences share the slots of
       their row: saved is [B, ceil(T / stride), ...] (without bounds T // stride), and the state after a token that is
@@ -262,6 +274,8 @@ def forward(
     call = Call(tokens, options, bounds, most)
     b, t, _, _, _, _ = call.sizes
     _check(call)
+    if call.drawn != (counters is not None):
+        raise ValueError(f"rounding is {'' if call.drawn else 'not '}stochastic; give counters there, and only there.")
     shared = bounds is not None and most is None
     slots = 0 if stride is None else -(-t // stride) if shared else call.length // stride
     values, scales = call.kept(call.sequences)
@@ -270,7 +284,7 @@ def forward(
     launch = Launch(
         kernel=recurrent.recurrent_forward_kernel,
         grid=call.programs,
-        inputs={**call.inputs(state), **inputs},
+        inputs={**call.inputs(state), **inputs, "p_counters": counters if call.drawn else tokens.beta},
         outputs={
             "p_o": Buffer(tuple(tokens.v.shape), dtype_name(tokens.v)),
             "p_values_out": values,
@@ -284,6 +298,8 @@ def forward(
             "SLOTS": slots,
             "STRIDE": stride if slots else NEVER,
             "SHARED_SLOTS": shared,
+            "DRAWN": call.drawn,
+            "SEED": options.state.seed if call.drawn and options.state else 0,
         },
         num_warps=call.warps(),
         num_stages=1,
@@ -372,6 +388,6 @@ def _sum_parts(run: Run, x: Any, rows: int, parts: int, heads: int, width: int) 
 
 
 def _check(call: Call) -> None:
-    reason = why_not(call.options.state, call.sizes[4])
+    reason = why_not(call.options.state, call.sizes[4], draws=True)
     if reason:
         raise UnsupportedByKernels(f"{reason}; use backend='xla'.")

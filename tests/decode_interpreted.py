@@ -3,6 +3,7 @@
 A launch leaves JAX for the interpreter and comes back, so everything runs eagerly. Segments have 3 tokens here, not 64.
 """
 
+import dataclasses
 import functools
 import os
 import sys
@@ -17,8 +18,13 @@ import pytest
 import torch
 from spans_oracle import Case, both_directions, check_bits_alone
 
-from jlaqat import QuantSpec, decode_triton
+from jlaqat import DecodePolicy, QuantArrays, QuantSpec, decode_triton
+from jlaqat.chunked import Inputs
+from jlaqat.decode_carry import Memory, write
+from jlaqat.decode_scan import Span, decode_scan
 from jlaqat.kernels.recurrent_pipeline import Options
+from jlaqat.sites import Place
+from jlaqat.testing import make_inputs
 from jlaqat.torch_bridge.run import poisoned_run
 
 
@@ -30,10 +36,12 @@ def run(launch):
 
 
 TILE, KEY_ROW = QuantSpec.fp8(block_v=16), QuantSpec.int8(granularity="key_row")
+FLOAT16 = QuantSpec.float16(rounding="stochastic")
+DRAWN = QuantSpec.fp8(block_v=16, rounding="stochastic", seed=5)
 CASES = {
     "batch": (1, TILE, False, Case(None, dict(start=[2, 0, 7], stop=[6, 1, 7]), [(0, 2, 6), (1, 0, 1), (2, 7, 7)])),
     "packed": (2, KEY_ROW, True, Case([0, 5, 5, 7], dict(start=[1, 0, 1]), [(0, 1, 5), (0, 5, 5), (0, 6, 7)])),
-    "stacked": (1, TILE, False, Case([0, 4, 7, 0, 1, 1], {}, [(0, 0, 4), (0, 4, 7), (1, 0, 1), (1, 1, 1)])),
+    "stacked": (1, DRAWN, False, Case([0, 4, 7, 0, 1, 1], {}, [(0, 0, 4), (0, 4, 7), (1, 0, 1), (1, 1, 1)])),
 }
 
 
@@ -45,3 +53,29 @@ def test_a_sequence_has_the_bits_that_it_has_alone(name, monkeypatch):
     with jax.disable_jit():
         call = functools.partial(both_directions, run, options)
         check_bits_alone(call, options, case, kda=kda, T=7, H=1, HV=heads, K=5, V=16)
+
+
+@pytest.mark.parametrize(
+    "spec", [DRAWN, QuantSpec.int8(granularity="key_row", rounding="stochastic"), FLOAT16], ids=lambda spec: spec.format
+)
+def test_stochastic_rounding_draws_what_the_xla_backend_draws(spec):
+    """Codes differ only where sums in another order do; those of rounding to nearest differ throughout."""
+    policy, V = DecodePolicy(state=spec), 16 if spec is DRAWN else 10
+    x = {key: jnp.asarray(a) for key, a in make_inputs(0, B=2, T=3, H=1, HV=2, K=6, V=V).items()}
+    arrays = QuantArrays(step=jnp.uint32(2**32 - 2), layer=3, sequence_offset=7, head_offset=5)
+    inputs, position = Inputs(**x), jnp.asarray([4, 0], jnp.int32)
+    S, stored, _ = write(inputs.initial_state, None, policy, Place(jnp.arange(2), position), arrays)
+    memory = Memory(S, stored, None, None, position, position)
+    _, wanted = decode_scan(policy, 0.3, inputs._replace(initial_state=S), memory, Span(), arrays)
+
+    def after(policy, counters):
+        entering = decode_triton.Entering(stored, counters)
+        options = Options(scale=0.3, state=policy.state)
+        state = decode_triton.launch_forward(run, options, inputs[:5], entering, Span(), False)[1]
+        return np.asarray(decode_triton.as_stored(state, policy).values, np.float32)
+
+    drawn = after(policy, decode_triton._counters(policy, position, 2, arrays))
+    nearest = after(DecodePolicy(state=dataclasses.replace(spec, rounding="nearest")), None)
+    reference = np.asarray(wanted.stored.values, np.float32)
+    assert (drawn != reference).mean() < 0.01
+    assert (drawn != nearest).mean() > 0.3

@@ -66,7 +66,10 @@ def test_what_the_kernels_refuse():
     for spec, word in [
         (QuantSpec.nvfp4(), "nvfp4"),
         (QuantSpec.fp8(granularity="head"), "head"),
-        (QuantSpec.int8(rounding="stochastic"), "nearest"),
+        (QuantSpec.int8(rounding="half_away"), "stochastically"),
     ]:
         with pytest.raises(UnsupportedByKernels, match=word):
             pipeline.forward(poisoned_run, tokens, pipeline.State(state, None), pipeline.Options(scale=1.0, state=spec))
+    options = pipeline.Options(scale=1.0, state=QuantSpec.fp8(rounding="stochastic"))
+    with pytest.raises(ValueError, match="give counters"):
+        pipeline.forward(poisoned_run, tokens, pipeline.State(state, None), options)

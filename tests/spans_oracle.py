@@ -1,5 +1,6 @@
 """Sequences decoded together against the same sequences decoded alone; for the interpreter and for GPUs."""
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -10,6 +11,7 @@ from jlaqat import decode_triton
 from jlaqat.chunked import Inputs
 from jlaqat.decode_carry import Stored
 from jlaqat.decode_scan import Span
+from jlaqat.decode_triton import Entering
 from jlaqat.rounding import quantize_codes
 from jlaqat.testing import make_inputs
 
@@ -27,9 +29,8 @@ class Case(NamedTuple):
         return Span(None if self.cu_seqlens is None else jnp.asarray(self.cu_seqlens, jnp.int32), **bounds)
 
 
-def both_directions(run, options, x, stored, span, do, dS):
-    """(o, codes, scales, gradients) of a call."""
-    entering = decode_triton.as_kept(stored)
+def both_directions(run, options, x, entering, span, do, dS):
+    """(o, codes and scales, gradients) of a call."""
     o, state, saved = decode_triton.launch_forward(run, options, x, entering, span, True)
     return o, state, decode_triton.launch_backward(run, options, x, entering, span, saved, do, dS)
 
@@ -44,22 +45,26 @@ def check_bits_alone(call, options, case, *, kda, **sizes):
     given = {key: jnp.asarray(a) for key, a in given.items()}
     states = given.pop("initial_state")
     x = [given[key][:B] for key in Inputs._fields[:5]]
-    stored = Stored(states, None)
+    entering = Entering(Stored(states, None), None)
     if options.state is not None:
-        stored = Stored(*quantize_codes(states, options.state, site="state"))
+        nearest = dataclasses.replace(options.state, rounding="nearest")
+        entering = Entering(Stored(*quantize_codes(states, nearest, site="state")), None)
+    if options.state is not None and options.state.rounding == "stochastic":
+        counters = np.random.default_rng(1).integers(-(2**31), 2**31, (*states.shape[:2], 4))
+        entering = entering._replace(counters=jnp.asarray(counters, jnp.int32))
     rng = np.random.default_rng(0)
     do, dS = (jnp.asarray(rng.normal(size=a.shape), jnp.float32) for a in (x[2], states))
 
-    o, state, gradients = call(x, stored, case.span, do, dS)
+    o, state, gradients = call(x, entering, case.span, do, dS)
     untouched = np.ones((B, sizes["T"]), bool)
     for n, (row, first, stop) in enumerate(case.sequences):
         untouched[row, first:stop] = False
-        entering, mine = (jax.tree.map(lambda a, n=n: a[n : n + 1], tree) for tree in (stored, (state, gradients[5])))
+        its, mine = (jax.tree.map(lambda a, n=n: a[n : n + 1], tree) for tree in (entering, (state, gradients[5])))
         if first == stop:
-            assert_equal(mine, (decode_triton.as_kept(entering), dS[n : n + 1]))
+            assert_equal(mine, (its.kept, dS[n : n + 1]))
             continue
         own = [a[row : row + 1, first:stop] for a in (*x, do)]
-        alone = call(own[:5], entering, Span(), own[5], dS[n : n + 1])
+        alone = call(own[:5], its, Span(), own[5], dS[n : n + 1])
         assert_equal(mine, (alone[1], alone[2][5]))
         assert_equal([a[row : row + 1, first:stop] for a in (o, *gradients[:5])], [alone[0], *alone[2][:5]])
     for a in (o, *gradients[:5]):

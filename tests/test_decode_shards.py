@@ -60,7 +60,7 @@ def window(x, bounds, most):
     return jnp.where(inside.reshape(*inside.shape, *(1,) * (x.ndim - 2)), x, 0)
 
 
-def stand_in_forward(run, tokens, state, options, *, bounds=None, stride=None, most=None):
+def stand_in_forward(run, tokens, state, options, *, bounds=None, counters=None, stride=None, most=None):
     """What the pipeline returns, from a few jnp operations."""
     q, k, v, g, beta = tokens
     (B, t, h, _), hv = q.shape, v.shape[2]
@@ -331,15 +331,18 @@ def test_auto_traced_for_a_gpu_still_runs_where_there_is_none():
 
 @pytest.mark.slow
 def test_stacked_packed_rows_where_there_is_no_gpu():
-    """vmap folds packed rows; lowered for the CPU they run one after the other, with the bits of calls one by one."""
+    """vmap folds packed rows; lowered for the CPU they have the bits of calls one by one, random ones included."""
     x = operands(B=4, T=5)
     rows = {name: a.reshape(2, 2, *a.shape[1:])[:, :1] for name, a in x.items() if name != "initial_state"}
     rows["initial_state"] = x["initial_state"].reshape(2, 2, *x["initial_state"].shape[1:])
     cu, prefix = np.array([[0, 2, 5], [0, 0, 3]], np.int32), np.array([[1, 0], [0, 2]], np.int32)
 
     def run(x, cu, prefix):
-        o, carry = decode(x, cu_seqlens=cu, prefix_lengths=prefix)
+        arrays = jlaqat.QuantArrays(step=3, layer=2, sequence_offset=9)
+        o, carry = decode(x, quant=drawn, cu_seqlens=cu, prefix_lengths=prefix, quant_arrays=arrays)
         return jnp.sum(o**2), (o, carry)
+
+    drawn = DecodePolicy(state=QuantSpec.fp8(block_v=16, rounding="stochastic"))
 
     gradient = jax.grad(run, has_aux=True)
     wanted = [jax.jit(gradient)({name: a[i] for name, a in rows.items()}, cu[i], prefix[i]) for i in range(2)]

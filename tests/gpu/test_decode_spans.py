@@ -1,5 +1,6 @@
 """Decoding on a GPU where sequences start and end where they like: their bits alone, and JAX's transformations."""
 
+import dataclasses
 import functools
 
 import jax
@@ -18,6 +19,7 @@ SPECS = {
     "float32": None,
     "e4m3-tile": QuantSpec.fp8(),
     "int8-key_row": QuantSpec.int8(granularity="key_row"),
+    "drawn": QuantSpec.fp8(rounding="stochastic", seed=3),
 }
 CASES = {
     "batch": Case(
@@ -33,7 +35,8 @@ CASES = {
 
 
 # Each case with each format, and each gate with each of both.
-RUNS = [(spec, name, False) for spec in SPECS for name in CASES] + list(zip(SPECS, CASES, (True,) * 3))
+RUNS = [(spec, name, False) for spec in SPECS for name in CASES]
+RUNS += [("float32", "batch", True), ("int8-key_row", "stacked", True), ("drawn", "packed", True)]
 
 
 @pytest.mark.parametrize(("spec", "name", "kda"), RUNS)
@@ -94,3 +97,30 @@ def test_vmap_has_the_bits_of_calls_one_by_one(name):
         one = jax.jit(gradient)({key: a[i] for key, a in stacked.items()}, bounds)
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(one), strict=True):
             assert np.array_equal(a[i], b)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [QuantSpec.fp8(rounding="stochastic"), QuantSpec.int8(granularity="key_row", rounding="stochastic")]
+    + [QuantSpec.float16(rounding="stochastic"), QuantSpec.bfloat16(rounding="stochastic")],
+    ids=lambda spec: spec.format,
+)
+def test_stochastic_rounding_draws_what_the_xla_backend_draws(spec):
+    """After three tokens codes differ only where sums in another order do; steps have the call's bits."""
+    x = {key: jnp.asarray(a) for key, a in make_inputs(1, B=2, T=3, H=2, HV=4, K=64, V=64).items()}
+    arrays, policy = jlaqat.QuantArrays(step=jnp.uint32(2**32 - 2), layer=3), DecodePolicy(state=spec)
+    run = jax.jit(lambda x, backend: call(x, {"quant_arrays": arrays}, backend, policy), static_argnums=1)
+    (o, carry), (_, wanted) = run(x, "triton"), run(x, "xla")
+    drawn, reference = (np.asarray(c.values.astype(jnp.float32)) for c in (carry, wanted))
+    assert (drawn != reference).mean() < 0.01
+    nearest = DecodePolicy(state=dataclasses.replace(spec, rounding="nearest"))
+    other = jax.jit(lambda x: call(x, {}, "triton", nearest))(x)[1]
+    assert (drawn != np.asarray(other.values.astype(jnp.float32))).mean() > 0.3
+    step = jax.jit(lambda row, carry: jlaqat.delta_rule_step(*row, carry, quant=policy, quant_arrays=arrays))
+    empty = {key: a if key == "initial_state" else a[:, :0] for key, a in x.items()}
+    state = call(empty, {"quant_arrays": arrays}, "triton", policy)[1]
+    for t in range(3):
+        row_o, state = step([x[key][:, t] for key in ("q", "k", "v", "g", "beta")], state)
+        assert np.array_equal(row_o, o[:, t])
+    for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(carry), strict=True):
+        assert np.array_equal(a, b)

@@ -1,0 +1,160 @@
+"""A state as it is kept between tokens and calls: rounding it, storing and loading its codes and scales."""
+
+import triton
+import triton.language as tl
+
+from jlaqat.kernels.philox import round_drawn
+from jlaqat.kernels.rounding import compute_scale, decode, encode, magnitude_bits, round_code
+
+
+@triton.jit
+def _to_code(b_x, words, FORMAT: tl.constexpr, HARDWARE_FP8: tl.constexpr, DRAWN: tl.constexpr):
+    """b_x on the format's grid."""
+    if DRAWN:
+        return round_drawn(b_x, words, FORMAT)
+    elif FORMAT == "bfloat16":
+        return b_x.to(tl.bfloat16).to(tl.float32)  # nearest even on every architecture
+    elif FORMAT == "float16":
+        return b_x.to(tl.float16).to(tl.float32)
+    else:
+        return round_code(b_x, FORMAT, HARDWARE_FP8)
+
+
+@triton.jit
+def round_state(
+    b_s,
+    FORMAT: tl.constexpr,
+    GRANULARITY: tl.constexpr,
+    HARDWARE_FP8: tl.constexpr,
+    words=0,  # uint32 [BK, BV], random bits; for DRAWN
+    DRAWN: tl.constexpr = False,
+):
+    """(codes, scales, the state they stand for) of [BK, BV]; without codes the rounded values, 1 and again the values.
+
+    To nearest, or stochastically (DRAWN). Scales: one for "tile", [BK] for "key_row" (BV is its 32 columns then), [BV]
+    for "value_row".
+    """
+    if FORMAT == "float32":
+        return b_s, tl.full([], 1.0, tl.float32), b_s
+    elif FORMAT == "bfloat16" or FORMAT == "float16":
+        b_value = _to_code(b_s, words, FORMAT, HARDWARE_FP8, DRAWN)
+        return b_value, tl.full([], 1.0, tl.float32), b_value
+    else:
+        LARGEST: tl.constexpr = 448.0 if FORMAT == "e4m3" else 127.0
+        bits = magnitude_bits(b_s)
+        if GRANULARITY == "tile":
+            s, r = compute_scale(tl.max(tl.max(bits, axis=1), axis=0).to(tl.float32, bitcast=True), LARGEST)
+            b_code = _to_code(b_s * r, words, FORMAT, HARDWARE_FP8, DRAWN)
+            return b_code, s, b_code * s
+        elif GRANULARITY == "key_row":
+            s, r = compute_scale(tl.max(bits, axis=1).to(tl.float32, bitcast=True), LARGEST)
+            b_code = _to_code(b_s * r[:, None], words, FORMAT, HARDWARE_FP8, DRAWN)
+            return b_code, s, b_code * s[:, None]
+        else:
+            tl.static_assert(GRANULARITY == "value_row")
+            s, r = compute_scale(tl.max(bits, axis=0).to(tl.float32, bitcast=True), LARGEST)
+            b_code = _to_code(b_s * r[None, :], words, FORMAT, HARDWARE_FP8, DRAWN)
+            return b_code, s, b_code * s[None, :]
+
+
+@triton.jit
+def store_rounded(
+    p_values,
+    p_scale,
+    state,  # int64, the state's number in p_values
+    b_code,
+    b_scale,
+    i_v,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    FORMAT: tl.constexpr,
+    GRANULARITY: tl.constexpr,
+    HARDWARE_FP8: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """Codes and scales, or values, as they are kept."""
+    BK: tl.constexpr = b_code.shape[0]
+    BV: tl.constexpr = b_code.shape[1]
+    PROGRAMS_V: tl.constexpr = (V + BV - 1) // BV
+    o_k = tl.arange(0, BK)
+    o_v = i_v + tl.arange(0, BV)
+    m = (o_k < K)[:, None] & (o_v < V)[None, :]
+    p = p_values + state * K * V + o_k[:, None] * V + tl.max_contiguous(o_v, VECTOR)[None, :]
+    if FORMAT == "e4m3" or FORMAT == "int8":
+        tl.store(p, encode(b_code, FORMAT, HARDWARE_FP8), mask=m)
+        if GRANULARITY == "tile":
+            tl.store(p_scale + state * PROGRAMS_V + i_v // BV, b_scale)
+        elif GRANULARITY == "key_row":
+            tl.store(p_scale + (state * K + o_k) * PROGRAMS_V + i_v // BV, b_scale, mask=o_k < K)
+        else:
+            tl.store(p_scale + state * V + o_v, b_scale, mask=o_v < V)
+    else:
+        tl.store(p, b_code.to(p_values.dtype.element_ty), mask=m)
+
+
+@triton.jit
+def load_kept(
+    p_values,
+    p_scale,
+    state,
+    i_v,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    FORMAT: tl.constexpr,
+    GRANULARITY: tl.constexpr,
+    HARDWARE_FP8: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """(codes, scales) that `store_rounded` wrote, float32, zero outside; without codes the values and 1."""
+    PROGRAMS_V: tl.constexpr = (V + BV - 1) // BV
+    o_k = tl.arange(0, BK)
+    o_v = i_v + tl.arange(0, BV)
+    m = (o_k < K)[:, None] & (o_v < V)[None, :]
+    p = p_values + state * K * V + o_k[:, None] * V + tl.max_contiguous(o_v, VECTOR)[None, :]
+    b = tl.load(p, mask=m, other=0)
+    if FORMAT == "float32" or FORMAT == "bfloat16" or FORMAT == "float16":
+        return b.to(tl.float32), tl.full([], 1.0, tl.float32)
+    else:
+        b_code = decode(b, FORMAT, HARDWARE_FP8)
+        if GRANULARITY == "tile":
+            return b_code, tl.load(p_scale + state * PROGRAMS_V + i_v // BV)
+        elif GRANULARITY == "key_row":
+            p = p_scale + (state * K + o_k) * PROGRAMS_V + i_v // BV
+            return b_code, tl.load(p, mask=o_k < K, other=0.0)
+        else:
+            return b_code, tl.load(p_scale + state * V + o_v, mask=o_v < V, other=0.0)
+
+
+@triton.jit
+def apply_scale(b_code, b_scale, FORMAT: tl.constexpr, GRANULARITY: tl.constexpr):
+    """The state that codes and scales stand for."""
+    if FORMAT == "float32" or FORMAT == "bfloat16" or FORMAT == "float16":
+        return b_code
+    elif GRANULARITY == "tile":
+        return b_code * b_scale
+    elif GRANULARITY == "key_row":
+        return b_code * b_scale[:, None]
+    else:
+        return b_code * b_scale[None, :]
+
+
+@triton.jit
+def load_rounded(
+    p_values,
+    p_scale,
+    state,
+    i_v,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    FORMAT: tl.constexpr,
+    GRANULARITY: tl.constexpr,
+    HARDWARE_FP8: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """The state that `store_rounded` wrote, float32, zero outside."""
+    b_code, b_scale = load_kept(p_values, p_scale, state, i_v, K, V, BK, BV, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR)
+    return apply_scale(b_code, b_scale, FORMAT, GRANULARITY)
