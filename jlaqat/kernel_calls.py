@@ -170,8 +170,8 @@ def kernel_call(
     @functools.cache
     def of_calls(calls: int, stacked: bool) -> Any:
         """The function of so many calls, folded into one, or stacked along an axis in front."""
-        ways = _of_stacked(kernels, elsewhere) if stacked else (kernels, _of_folded(elsewhere, calls))
-        function = _on_each_platform(target, *ways, (arguments, results), one_row, stacked)
+        here, there = _of_stacked(kernels, elsewhere) if stacked else (kernels, _of_folded(elsewhere, calls))
+        function = _on_each_platform(target, here, there, (arguments, results), one_row, stacked)
         function.__name__ = name if calls == 1 else f"{name}_of_calls"
         mapped = jax.custom_batching.custom_vmap(jax.jit(function))
         mapped.def_vmap(functools.partial(fold, calls, stacked))
