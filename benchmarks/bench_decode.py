@@ -4,9 +4,9 @@
 
 Steps (B128 H32 K=V=128, bfloat16 tokens, one token a sequence) and the forward over 512 tokens (B8 H16) are replayed
 from a CUDA graph of 20 calls, per call, so that no launch overhead is in them; FLA's fused recurrent kernels likewise
-(over 512 tokens its calls are queued).
-States are larger than the caches. Training (B8 H16 T512) runs through JAX, 10 calls queued (2 of the xla backend), per
-call: forward, and forward + backward.
+(over 512 tokens its calls are queued). Replay's steps go through a window of 16 and are averaged. States are larger
+than the caches. Training (B8 H16 T512) runs through JAX, 10 calls queued (2 of the xla backend), per call: forward, and
+forward + backward.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import json
 import os
 import statistics
 import time
+from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
@@ -26,6 +27,7 @@ import torch
 
 from jlaqat import DecodePolicy, QuantSpec
 from jlaqat.kernels import recurrent_pipeline as pipeline
+from jlaqat.kernels import replay_pipeline
 from jlaqat.kernels.recurrent_pipeline import State, Tokens
 from jlaqat.torch_bridge.run import torch_run
 
@@ -38,6 +40,7 @@ SPECS = {
     "e4m3 value_row": QuantSpec.fp8(granularity="value_row"),
 }
 STEPS = 20
+WINDOW = 16  # of replay
 GATES = ["gdn", "kda"]
 
 
@@ -131,6 +134,30 @@ def forward_rows(quick: bool):
     yield from kernel_rows("backward of 64 tokens", *((1, 64, 2, 64) if quick else (8, 64, 16, 128)), backward=True)
 
 
+def replay_rows(quick: bool):
+    """Steps of replay with a bfloat16 ring: over a whole window, and those that join the ring or flush it alone."""
+    b, h, d = (4, 2, 64) if quick else (128, 32, 128)
+    for gate in GATES:
+        x = tokens(b, 1, h, d, gate == "kda")
+        for name in ("e4m3 tile 64", "int8 key_row", "e4m3 value_row"):
+            options = replay_pipeline.Options(scale=d**-0.5, state=SPECS[name], hardware_fp8=True)
+            state = kept_states(SPECS[name], b, h, d)
+            entries = [torch.randn(b, WINDOW, h, d, device="cuda").mul(d**-0.5).bfloat16() for _ in range(2)]
+            gates = x.g.expand(b, WINDOW, *x.g.shape[2:]).contiguous()
+            ring = replay_pipeline.Ring(*entries, gates, torch.zeros(b, dtype=torch.int32, device="cuda"))
+
+            def window(state=state, ring=ring, options=options, x=x):
+                for _ in range(WINDOW):
+                    ring = replay_pipeline.step(torch_run, x, state, ring, options).ring
+
+            def at(cursor: int, state=state, ring=ring, options=options, x=x):
+                ring = ring._replace(cursor=torch.full_like(ring.cursor, cursor))
+                return milliseconds(lambda: replay_pipeline.step(torch_run, x, state, ring, options))
+
+            row = dict(what=f"step, replay {WINDOW}", gate=gate, state=name, ms=milliseconds(window) / WINDOW)
+            yield row | dict(ms_empty_ring=at(0), ms_half_full=at(WINDOW // 2), ms_flush=at(WINDOW - 1))
+
+
 def fla_row(x: Tokens, b: int, h: int, d: int, kda: bool) -> dict:
     try:
         if kda:
@@ -160,8 +187,9 @@ def training_rows(quick: bool):
         x = tokens(b, t, h, d, gate == "kda")
         x = [jnp.asarray(a.float().cpu().numpy()) for a in x]
         x = [a.astype(jnp.bfloat16) if i != 3 else a for i, a in enumerate(x)]
-        for name in ("e4m3 tile 64", "int8 key_row"):
-            policy = DecodePolicy(state=SPECS[name])
+        replay: dict[str, Any] = dict(mode="replay", window=WINDOW, ring_dtype="bfloat16")
+        for name, mode in itertools.product(("e4m3 tile 64", "int8 key_row"), ({}, replay)):
+            policy = DecodePolicy(state=SPECS[name], **mode)
             for backend in ("triton", "xla"):
 
                 def forward(*x, policy=policy, backend=backend):
@@ -184,6 +212,7 @@ def training_rows(quick: bool):
                         times.append((time.perf_counter() - start) / count * 1e3)
                     yield dict(
                         what=f"training, {label}",
+                        mode=policy.mode,
                         gate=gate,
                         state=name,
                         backend=backend,
@@ -197,7 +226,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True)
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see whether everything runs")
-    parser.add_argument("--parts", default="step,forward,training")
+    parser.add_argument("--parts", default="step,replay,forward,training")
     parser.add_argument("--gates", default="gdn,kda")
     args = parser.parse_args()
     GATES[:] = args.gates.split(",")
@@ -209,7 +238,7 @@ def main() -> None:
         "torch": torch.__version__,
         "triton": triton.__version__,
     }
-    parts = {"step": step_rows, "forward": forward_rows, "training": training_rows}
+    parts = {"step": step_rows, "forward": forward_rows, "training": training_rows, "replay": replay_rows}
     found = []
     for part in args.parts.split(","):
         for row in parts[part](args.quick):

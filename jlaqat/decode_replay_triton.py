@@ -19,7 +19,7 @@ from jlaqat.chunked import Inputs
 from jlaqat.decode_carry import DecodeCarry, Stored, pack, unpack
 from jlaqat.decode_policy import DecodePolicy
 from jlaqat.decode_scan import Span, decode_scan
-from jlaqat.decode_triton import as_kept, as_stored, options_of
+from jlaqat.decode_triton import as_kept, as_stored, bounds_of, options_of, tokens_inside
 from jlaqat.kernel_calls import Target, kernel_call, target_of
 from jlaqat.spec import QuantArrays
 
@@ -38,9 +38,9 @@ ROLES: Any = Kept(*("rows", "tokens", "sequences"))  # type: ignore[arg-type]  #
 
 
 def decode_replay(
-    policy: DecodePolicy, scale: float, inputs: Inputs, carry: DecodeCarry, *, portable: bool = False
+    policy: DecodePolicy, scale: float, inputs: Inputs, carry: DecodeCarry, span: Span, *, portable: bool = False
 ) -> tuple[Array, DecodeCarry]:
-    """(o [B, T, HV, V], the carry after all tokens). T ≥ 1.
+    """(o [B, T, HV, V], 0 where nothing is decoded; the carry after the tokens of `span`). T ≥ 1.
 
     inputs: float32, k and g as the policy keeps them; initial_state [N, HV, K, V] is the state that the carry stands
     for, for the gradient's sake alone: none flows to the carry. portable: lowered for other platforms than CUDA, run as
@@ -49,30 +49,31 @@ def decode_replay(
     assert carry.ring_k is not None and carry.ring_r is not None and carry.ring_g is not None
     kept = Kept(Stored(carry.values, carry.scale), (carry.ring_k, carry.ring_r, carry.ring_g), carry.cursor)
     target = target_of(portable=portable)
-    o, (values, values_scale), (k, r, g) = _decode(target, policy, scale, inputs, jax.lax.stop_gradient(kept))
-    position = carry.position + inputs.k.shape[1]
-    cursor = (carry.cursor + inputs.k.shape[1]) % policy.ring_length
+    o, (values, values_scale), (k, r, g) = _decode(target, policy, scale, inputs, jax.lax.stop_gradient(kept), span)
+    bounds = bounds_of(span, *inputs.k.shape[:2])
+    count = inputs.k.shape[1] if bounds is None else bounds.count
+    position, cursor = carry.position + count, (carry.cursor + count) % policy.ring_length
     after = dict(values=values, scale=values_scale, ring_k=k, ring_r=r, ring_g=g, position=position, cursor=cursor)
     return o, dataclasses.replace(carry, **after)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _decode(target: Target, policy: DecodePolicy, scale: float, inputs: Inputs, kept: Kept):
+def _decode(target: Target, policy: DecodePolicy, scale: float, inputs: Inputs, kept: Kept, span: Span):
     """(o, checkpoints, ring)"""
-    return _forward(target, policy, scale, False)(inputs[:5], kept)[:3]
+    return _forward(target, policy, scale, False)(inputs[:5], kept, span)[:3]
 
 
-def _decode_fwd(target: Target, policy: DecodePolicy, scale: float, inputs: Inputs, kept: Kept):
-    *after, saved = _forward(target, policy, scale, True)(inputs[:5], kept)
-    return tuple(after), (inputs, kept, saved)
+def _decode_fwd(target: Target, policy: DecodePolicy, scale: float, inputs: Inputs, kept: Kept, span: Span):
+    *after, saved = _forward(target, policy, scale, True)(inputs[:5], kept, span)
+    return tuple(after), (inputs, kept, span, saved)
 
 
 def _decode_bwd(target: Target, policy: DecodePolicy, scale: float, residuals: Any, cotangents: Any):
     """Gradients of the operands and of the entering state, straight through every rounding."""
-    inputs, kept, saved = residuals
-    gradients = _backward(target, policy, scale)(inputs[:5], kept, saved, cotangents[0])
+    inputs, kept, span, saved = residuals
+    gradients = _backward(target, policy, scale)(inputs[:5], kept, span, saved, cotangents[0])
     given: list[Any] = [d.astype(x.dtype) for d, x in zip(gradients, inputs, strict=True)]
-    return Inputs(*given), None
+    return Inputs(*given), None, None
 
 
 _decode.defvjp(_decode_fwd, _decode_bwd)
@@ -83,50 +84,57 @@ _decode.defvjp(_decode_fwd, _decode_bwd)
 
 @functools.cache
 def _forward(target: Target, policy: DecodePolicy, scale: float, with_saved: bool):
-    """(tokens, kept) -> (o, checkpoints, ring, (r, the checkpoints as the kernels keep them) or None)."""
+    """(tokens, kept, span) -> (o, checkpoints, ring, (r, the checkpoints as the kernels keep them) or None)."""
     from jlaqat.kernels import replay_pipeline
 
-    def kernels(tokens: Any, kept: Kept):
+    def kernels(tokens: Any, kept: Kept, span: Span):
         state, ring, options = as_kept(kept.stored), _ring(kept), options_of(target, policy, scale)
-        if with_saved or tokens[0].shape[1] > 1:
+        rows = tokens[0].shape[:2]
+        bounds = bounds_of(span, *rows)
+        if with_saved or rows[1] > 1 or bounds is not None:
             operands = _in_ring_dtype(tokens, kept)
-            out = replay_pipeline.forward(target.run, operands, state, ring, options, save=with_saved)
+            out = replay_pipeline.forward(target.run, operands, state, ring, options, bounds=bounds, save=with_saved)
         else:
-            operands = replay_pipeline.Tokens(*tokens)
-            out = replay_pipeline.step(target.run, operands, state, ring, options)
-        return out.o, as_stored(out.state, policy), tuple(out.ring[:3]), (out.r, out.saved) if with_saved else None
+            out = replay_pipeline.step(target.run, replay_pipeline.Tokens(*tokens), state, ring, options)
+        saved = (out.r, out.saved) if with_saved else None
+        return _only(bounds, out.o), as_stored(out.state, policy), tuple(out.ring[:3]), saved
 
-    def elsewhere(tokens: Any, kept: Kept):
+    def elsewhere(tokens: Any, kept: Kept, span: Span):
         """Nothing saved: the backward starts from the inputs again."""
-        saved = jax.eval_shape(kernels, tokens, kept)[3]
-        return *_by_scan(policy, scale, tokens, kept, None), jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), saved)
+        saved = jax.eval_shape(kernels, tokens, kept, span)[3]
+        saved = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), saved)
+        return *_by_scan(policy, scale, tokens, kept, None, span), saved
 
     return kernel_call(
         "replay_forward",
         target,
         kernels,
         elsewhere,
-        arguments=("tokens", ROLES),
-        results=("tokens", "rows", "tokens", ("tokens", "rows") if with_saved else None),
+        arguments=("tokens", ROLES, "sequences"),
+        results=("tokens", "rows", "tokens", "tokens"),
     )
 
 
 @functools.cache
 def _backward(target: Target, policy: DecodePolicy, scale: float):
-    """(tokens, kept, saved, do) -> gradients of the five operands and of the entering state."""
+    """(tokens, kept, span, saved, do) -> gradients of the five operands and of the entering state."""
     from jlaqat.kernels import replay_pipeline
 
-    def kernels(tokens: Any, kept: Kept, saved: Any, do: Array):
+    def kernels(tokens: Any, kept: Kept, span: Span, saved: Any, do: Array):
         (r, checkpoints), ring = saved, _ring(kept)
         state = as_kept(kept.stored)
         out = replay_pipeline.Output(do, state, ring, r, checkpoints)
         d_leaving = jnp.zeros(kept.stored.values.shape, jnp.float32)
         operands, options = _in_ring_dtype(tokens, kept), options_of(target, policy, scale)
-        return tuple(replay_pipeline.backward(target.run, operands, state, ring, out, do, d_leaving, options))
+        bounds = bounds_of(span, *do.shape[:2])
+        gradients = replay_pipeline.backward(
+            target.run, operands, state, ring, out, do, d_leaving, options, bounds=bounds
+        )
+        return *(_only(bounds, d) for d in gradients[:5]), gradients.state
 
-    def elsewhere(tokens: Any, kept: Kept, saved: Any, do: Array):
+    def elsewhere(tokens: Any, kept: Kept, span: Span, saved: Any, do: Array):
         def run(tokens: Any, S: Array):
-            return _by_scan(policy, scale, tokens, kept, S)[0]
+            return _by_scan(policy, scale, tokens, kept, S, span)[0]
 
         d_tokens, d_initial = jax.vjp(run, tokens, _memory(kept, policy).S)[1](do)
         return *d_tokens, d_initial
@@ -136,17 +144,17 @@ def _backward(target: Target, policy: DecodePolicy, scale: float):
         target,
         kernels,
         elsewhere,
-        arguments=("tokens", ROLES, ("tokens", "rows"), "tokens"),
+        arguments=("tokens", ROLES, "sequences", "tokens", "tokens"),
         results=(*["tokens"] * 5, "rows"),
     )
 
 
-def _by_scan(policy: DecodePolicy, scale: float, tokens: Any, kept: Kept, S: Array | None) -> tuple[Array, Any, Any]:
+def _by_scan(policy: DecodePolicy, scale: float, tokens: Any, kept: Kept, S: Array | None, span: Span) -> Any:
     """The xla backend from the same operands; S: the state that `kept` stands for, where a gradient flows to it."""
     q, k, v, g, beta = tokens
     memory = _memory(kept, policy)
     inputs = Inputs(q, k, v, g, beta, memory.S if S is None else S)
-    o, memory = decode_scan(policy, scale, inputs, memory, Span(), QuantArrays())
+    o, memory = decode_scan(policy, scale, inputs, memory, span, QuantArrays())
     carry = pack(memory, policy, k.shape[2], g.ndim == 4)
     return o, Stored(carry.values, carry.scale), (carry.ring_k, carry.ring_r, carry.ring_g)
 
@@ -156,6 +164,14 @@ def _memory(kept: Kept, policy: DecodePolicy) -> Any:
     ring: Any = dict(ring_k=k, ring_k_scale=None, ring_r=r, ring_r_scale=None, ring_g=g, cursor=cursor)
     counters: Any = dict(residual=None, position=jnp.zeros_like(cursor), policy=policy.signature)
     return unpack(DecodeCarry(values=values, scale=scale, **ring, **counters), policy, jnp.float32)
+
+
+def _only(bounds: Any, x: Array) -> Array:
+    """x [B, T, ...] where some sequence has the token, else 0: there the kernels write nothing."""
+    if bounds is None:
+        return x
+    inside = tokens_inside(bounds, *x.shape[:2])
+    return jnp.where(inside.reshape(*inside.shape, *(1,) * (x.ndim - 2)), x, 0)
 
 
 def _ring(kept: Kept) -> Any:

@@ -5,7 +5,7 @@ import torch
 from recurrent_oracle import decoded, ratio
 
 from jlaqat.kernels import replay_pipeline as pipeline
-from jlaqat.kernels.recurrent_pipeline import Gradients, State, Tokens
+from jlaqat.kernels.recurrent_pipeline import Bounds, Gradients, State, Tokens
 
 
 def make_ring(tokens, length, cursors, dtype=torch.float32):
@@ -86,6 +86,34 @@ def definition(q, k, v, g, beta, S, r_kept, saved, cursors, length, scale, read_
         written.append(W)
         outputs.append(scale * torch.einsum("nhkv,nhk->nhv", S if read_stored else W, q[:, t]))
     return torch.stack(outputs, 1), torch.stack(written, 1), torch.stack(updates, 1), S
+
+
+def check_bits_alone(tokens, state, ring, options, run, bounds):
+    """Sequences that share the one row of `tokens`, as bounds say, against the same sequences alone. bounds: lists."""
+    first, count = bounds
+    device = tokens.q.device
+    which = Bounds(*(torch.tensor(x, dtype=torch.int32, device=device) for x in bounds))
+    together = pipeline.forward(run, tokens, state, ring, options, bounds=which, save=True)
+    do, ds = torch.randn_like(tokens.v), torch.randn(state.values.shape, device=device)
+    gradients = pipeline.backward(run, tokens, state, ring, together, do, ds, options, bounds=which)
+    for n, (start, length) in enumerate(zip(first, count)):
+
+        def own(tree, n=n):
+            return type(tree)(*(None if x is None else x[n : n + 1].contiguous() for x in tree))
+
+        if length == 0:
+            assert_same(own(together.state), own(together.ring), own(state), own(ring))
+            assert torch.equal(gradients.state[n], ds[n])
+            continue
+        rows = slice(start, start + length)
+        alone = pipeline.forward(run, cut(tokens, start, start + length), own(state), own(ring), options, save=True)
+        assert torch.equal(alone.o, together.o[:, rows])
+        assert_same(own(together.state), own(together.ring), alone.state, alone.ring)
+        given = (cut(tokens, start, start + length), own(state), own(ring), alone, do[:, rows].contiguous())
+        wanted = pipeline.backward(run, *given, ds[n : n + 1].contiguous(), options)
+        for x, y in zip(wanted[:5], gradients[:5]):
+            assert torch.equal(x, y[:, rows])
+        assert torch.equal(wanted.state[0], gradients.state[n])
 
 
 def check_call(tokens, state, ring, options, run, *, bound, gradient_bound):

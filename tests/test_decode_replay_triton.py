@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 pytest.importorskip("triton")
@@ -96,6 +96,22 @@ def test_auto_traced_for_a_gpu_still_runs_where_there_is_none(gate):
         got = jax.tree.map(np.asarray, jax.jit(run, static_argnums=1)(x, "auto"))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         assert np.array_equal(a, b)
+
+
+@pytest.mark.parametrize("gate", ["gdn", "kda"])
+def test_what_the_kernels_keep_fits_the_rule(gate):
+    """Lowered for CUDA on 8 devices: Shardy takes the rule of either direction, for checkpoints and rings too."""
+    mesh = jax.make_mesh((4, 2), ("b", "h"), axis_types=(AxisType.Auto,) * 2)
+    x = jax.eval_shape(functools.partial(operands, gate, B=4, H=2, HV=4))
+    specs = {name: P("b", None, "h") for name in x} | {"state": P("b", "h")}
+    placed = {
+        name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, specs[name])) for name, a in x.items()
+    }
+    with jlaqat.compile_for(90):
+        gradient = jax.jit(jax.grad(functools.partial(loss, backend="triton"), has_aux=True))
+        text = gradient.trace(placed).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@CustomSPMDPartitioning") == 2
+    assert text.count("sdy.sharding_rule") == 2
 
 
 def test_explicit_mesh_types():

@@ -34,7 +34,8 @@ def call(kda, name, length, ring_dtype=torch.bfloat16, read_stored=False, dtype=
     q, k, v, g, beta, state = kernel_oracle.make_inputs(3, kda=kda, device="cuda", **shapes)
     tokens = Tokens(q.to(dtype), k.to(ring_dtype), v.to(dtype), g.float(), beta.to(dtype))
     options = Options(scale=0.1, state=SPECS[name], read_stored=read_stored, hardware_fp8=HARDWARE)
-    ring = oracle.make_ring(tokens, length, [0, min(2, length - 1), length - 1], ring_dtype)
+    cursors = [0, min(2, length - 1), length - 1][: shapes["b"]]
+    ring = oracle.make_ring(tokens, length, cursors, ring_dtype)
     return tokens, entering_state(state.float(), options), ring, options
 
 
@@ -69,6 +70,13 @@ def test_forward_gradients_and_steps(name, kda):
 )
 def test_other_windows_and_sizes(name, length, ring_dtype, sizes):
     check(*call(False, name, length, ring_dtype, dtype=torch.float32, **sizes), bound=1e-5, gradient_bound=1e-4)
+
+
+@pytest.mark.parametrize("kda", [False, True], ids=["gdn", "kda"])
+def test_packed_sequences_have_the_bits_that_they_have_alone(kda):
+    _, state, ring, options = call(kda, "e4m3-tile", 8)
+    tokens, _, _, _ = call(kda, "e4m3-tile", 8, b=1, t=60)
+    oracle.check_bits_alone(tokens, state, ring, options, poisoned_run, ([2, 31, 60], [29, 20, 0]))
 
 
 @pytest.mark.parametrize("kda", [False, True], ids=["gdn", "kda"])
