@@ -76,7 +76,7 @@ def run_here(gate: str, shape: str, quant: str) -> None:
 
 
 def kernel_names() -> list[str]:
-    """Every kernel that jlaqat.kernels can launch."""
+    """Every kernel that jlaqat.kernels can launch, as module.name."""
     import importlib
     import pkgutil
 
@@ -84,10 +84,12 @@ def kernel_names() -> list[str]:
 
     import jlaqat.kernels as package
 
-    modules = [importlib.import_module(f"jlaqat.kernels.{m.name}") for m in pkgutil.iter_modules(package.__path__)]
-    return sorted(
-        {n for m in modules for n, x in vars(m).items() if isinstance(x, triton.JITFunction) and n.endswith("_kernel")}
-    )
+    names = set()
+    for found in pkgutil.iter_modules(package.__path__):
+        module = vars(importlib.import_module(f"jlaqat.kernels.{found.name}"))
+        kernels = (n for n, x in module.items() if isinstance(x, triton.JITFunction) and n.endswith("_kernel"))
+        names |= {f"{found.name}.{name}" for name in kernels}
+    return sorted(names)
 
 
 def count(gate: str, shape: str, quant: str) -> list[dict]:
@@ -95,7 +97,7 @@ def count(gate: str, shape: str, quant: str) -> list[dict]:
     with tempfile.NamedTemporaryFile(suffix=".csv") as log:
         command = ["ncu", "--clock-control", "none", "--csv", "--page", "raw", "--print-units", "base"]
         command += ["--log-file", log.name, "--metrics", ",".join(names)]
-        command += ["--kernel-name", f"regex:^({'|'.join(kernel_names())})$"]
+        command += ["--kernel-name", f"regex:^({'|'.join(sorted({name.split('.')[1] for name in kernel_names()}))})$"]
         command += [sys.executable, __file__, "--here", gate, shape, quant]
         done = subprocess.run(command, capture_output=True, text=True)
         text = Path(log.name).read_text()

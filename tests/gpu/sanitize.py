@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import collections
+import dataclasses
+import functools
 import os
 import re
 import subprocess
@@ -20,7 +22,8 @@ import tempfile
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
-RUNS = ("gdn-plain", "gdn-fp8", "gdn-int8", "gdn-split", "kda-plain", "kda-fp8", "kda-int8", "kda-split", "decode")
+SETTINGS = ("plain", "fp8", "int8", "split", "portable", "hopper")
+RUNS = (*(f"{gate}-{setting}" for gate in ("gdn", "kda") for setting in SETTINGS), "decode", "replay")
 PLANTED = "planted"
 LAUNCHED = "launched: "
 # Failed calls of the driver are no error of a kernel: Triton's loader asks for shared memory that the tool has taken.
@@ -30,14 +33,8 @@ SUMMARY = re.compile(r"(ERROR SUMMARY: \d+ error|RACECHECK SUMMARY: \d+ hazards?
 
 def run_here(name: str) -> None:
     """Launches the kernels of one run and prints their names."""
-    import kernel_oracle as oracle
     import torch
-    from kernel_checks import cast
 
-    from jlaqat.kernels import pipeline
-    from jlaqat.kernels.call import options_for
-    from jlaqat.kernels.tuning import Tuning
-    from jlaqat.spec import DeltaQuant, QuantSpec
     from jlaqat.torch_bridge.run import torch_run
 
     if name == PLANTED:
@@ -46,34 +43,54 @@ def run_here(name: str) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"  # through the interpreter: to try this script
 
     def run(launch):
-        launched.add(launch.name)
+        launched.add(f"{launch.kernel.fn.__module__.split('.')[-1]}.{launch.name}")
         return torch_run(launch)
 
-    if name == "decode":
-        decode(run, device)
-    else:
-        gate, setting = name.split("-")
-        fp8 = DeltaQuant(state=QuantSpec.fp8(), w=QuantSpec.fp8())
-        int8 = DeltaQuant(state=QuantSpec.int8(block_v=32))
-        quant = {"plain": DeltaQuant(), "int8": int8}.get(setting, fp8)
-        major, minor = torch.cuda.get_device_capability() if device == "cuda" else (9, 0)
-        split = dict(save_states=False, tuning=Tuning(split_output=True)) if setting == "split" else {}
-        options = options_for(10 * major + minor, scale=0.1, quant=quant, **split)
-        packed = setting == "int8"  # two sequences, one empty, and rows past the end
-        lengths = torch.tensor([0, 70, 70, 150], dtype=torch.int32, device=device) if packed else None
-        sizes = dict(b=1, t=170 if packed else 130, h=1, hv=2, dk=128, dv=128)
-        given = oracle.make_inputs(1, **sizes, kda=gate == "kda", n=3 if packed else None)
-        inputs = cast([x.to(device) for x in given], torch.bfloat16, lengths)
-        out = pipeline.forward(run, inputs, options)
-        do, dfinal = torch.ones_like(out.o), torch.ones_like(out.final_state)
-        pipeline.backward(run, inputs, out.residuals, do, dfinal, options)
+    {"decode": decode, "replay": replay}.get(name, functools.partial(chunks, name=name))(run, device)
     if device == "cuda":
         torch.cuda.synchronize()
     print(LAUNCHED + " ".join(sorted(launched)))
 
 
-def decode(run, device: str) -> None:
-    """The recurrence over three tokens, forward and backward, with two ways of keeping states."""
+def chunks(run, device: str, name: str) -> None:
+    """Forward and backward over three chunks, the last one short.
+
+    Settings: plain and fp8 (state and w) as users have them; int8 packed, with an empty sequence and rows past the end;
+    split: states not saved, outputs in a kernel of their own; portable: no kernel for SM90; hopper: all of those.
+    """
+    import kernel_oracle as oracle
+    import torch
+    from kernel_checks import cast
+
+    from jlaqat.kernels import pipeline
+    from jlaqat.kernels.call import options_for
+    from jlaqat.kernels.tuning import Knobs, Tuning
+    from jlaqat.spec import DeltaQuant, QuantSpec
+
+    gate, setting = name.split("-")
+    fp8 = DeltaQuant(state=QuantSpec.fp8(), w=QuantSpec.fp8())
+    quant = {"plain": DeltaQuant(), "int8": DeltaQuant(state=QuantSpec.int8(block_v=32))}.get(setting, fp8)
+    for_sm90 = dict(hopper_state=Knobs(4, 3), hopper_reverse=Knobs(4, 3), hopper_chunk=Knobs(8, 2, registers=128))
+    more = {
+        "split": dict(save_states=False, tuning=Tuning(split_output=True)),
+        "hopper": dict(tuning=Tuning(**for_sm90)),
+    }
+    major, minor = torch.cuda.get_device_capability() if device == "cuda" else (9, 0)
+    options = options_for(10 * major + minor, scale=0.1, quant=quant, **more.get(setting, {}))
+    if setting == "portable" or device == "cpu":
+        options = dataclasses.replace(options, hopper=False)
+    packed = setting == "int8"
+    lengths = torch.tensor([0, 70, 70, 150], dtype=torch.int32, device=device) if packed else None
+    sizes = dict(b=1, t=170 if packed else 130, h=1, hv=2, dk=128, dv=128)
+    given = oracle.make_inputs(1, **sizes, kda=gate == "kda", n=3 if packed else None)
+    inputs = cast([x.to(device) for x in given], torch.bfloat16, lengths)
+    out = pipeline.forward(run, inputs, options)
+    do, dfinal = torch.ones_like(out.o), torch.ones_like(out.final_state)
+    pipeline.backward(run, inputs, out.residuals, do, dfinal, options)
+
+
+def decoding_calls(device: str):
+    """(tokens, kept state, options) of five tokens of two sequences: GDN with E4M3 tiles, KDA with INT8 rows."""
     import kernel_oracle as oracle
     import torch
     from recurrent_oracle import entering_state
@@ -82,15 +99,39 @@ def decode(run, device: str) -> None:
     from jlaqat.spec import QuantSpec
 
     for kda, spec in ((False, QuantSpec.fp8()), (True, QuantSpec.int8(granularity="key_row"))):
-        inputs = oracle.make_inputs(3, b=1, t=3, h=1, hv=2, dk=128, dv=128, kda=kda)
+        inputs = oracle.make_inputs(3, b=2, t=5, h=1, hv=2, dk=128, dv=128, kda=kda)
         q, k, v, g, beta, state = (x.float().to(device) for x in inputs)
         tokens = pipeline.Tokens(q.bfloat16(), k.bfloat16(), v.bfloat16(), g, beta.bfloat16())
         hardware = device == "cuda" and torch.cuda.get_device_capability() >= (8, 9)
         options = pipeline.Options(scale=0.1, state=spec, hardware_fp8=hardware)
-        entering = entering_state(state, options)
-        out = pipeline.forward(run, tokens, entering, options, stride=1)
-        do, d_leaving = torch.ones_like(out.o), torch.ones_like(state)
-        pipeline.backward(run, tokens, entering, out.saved, do, d_leaving, options)
+        yield tokens, entering_state(state, options), options
+
+
+def decode(run, device: str) -> None:
+    """The recurrence, forward and backward."""
+    import torch
+
+    from jlaqat.kernels import recurrent_pipeline as pipeline
+
+    for tokens, state, options in decoding_calls(device):
+        out = pipeline.forward(run, tokens, state, options, stride=1)
+        do, d_leaving = torch.ones_like(out.o), torch.ones(state.values.shape, device=device)
+        pipeline.backward(run, tokens, state, out.saved, do, d_leaving, options)
+
+
+def replay(run, device: str) -> None:
+    """Decoding by replay: many tokens forward and backward, and the same ones step by step."""
+    import torch
+    from replay_oracle import make_ring, step_by_step
+
+    from jlaqat.kernels import replay_pipeline as pipeline
+
+    for tokens, state, options in decoding_calls(device):
+        ring = make_ring(tokens, 3, [1, 2], torch.bfloat16)
+        out = pipeline.forward(run, tokens, state, ring, options, save=True)
+        do, d_leaving = torch.ones_like(out.o), torch.ones(state.values.shape, device=device)
+        pipeline.backward(run, tokens, state, ring, out, do, d_leaving, options)
+        step_by_step(tokens, state, ring, options, run)
 
 
 def planted() -> None:
@@ -166,9 +207,10 @@ def main() -> int:
             failures.append(f"{tool} {name}")
         kernels |= set(launched.group(1).split()) if launched else set()
         errors.update((kernel, tool) for kernel in re.findall(r"\bat (\w+_kernel)\b", text))
-    print(f"{'kernel':34}" + "".join(f"{tool:>12}" for tool in tools))
+    print(f"{'kernel':48}" + "".join(f"{tool:>12}" for tool in tools))
     for kernel in sorted(kernels):
-        print(f"{kernel:34}" + "".join(f"{errors[kernel, tool]:12}" for tool in tools))
+        counts = (errors[kernel.split(".")[1], tool] for tool in tools)
+        print(f"{kernel:48}" + "".join(f"{count:12}" for count in counts))
     missed = sorted(set(kernel_names()) - kernels) if set(runs) == set(RUNS) else []
     if missed:
         failures.append(f"launched by no run: {', '.join(missed)}")
