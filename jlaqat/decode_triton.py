@@ -42,8 +42,8 @@ def why_not(policy: DecodePolicy, key_dim: int, span: Span, dtype: Any) -> str |
         return "the kernels round after every token or by replay, not in mode='handoff'"
     if policy.factor_qdq:
         return "the kernels keep a ring in float32 or bfloat16, not in E4M3 (factor_qdq=True)"
-    if policy.error_feedback:
-        return "the kernels keep no error feedback"
+    if policy.mode == "replay" and policy.error_feedback:
+        return "the kernels that replay keep no error feedback"
     if policy.state is not None and not policy.keeps_codes:
         return "the kernels start from a rounded state (quantize_initial=True)"
     from jlaqat.kernels import recurrent_pipeline
@@ -70,23 +70,25 @@ def decode_triton(
     Composes with jit (it runs on shards of batch and heads as they lie), grad, vmap (folded into the batch), scan,
     jax.checkpoint, and shard_map over batch and heads.
     """
-    entering = Entering(memory.stored, _counters(policy, memory.position, inputs.v.shape[2], arrays))
-    o, S, values, codes_scale = _decode(target_of(portable=portable), policy, scale, inputs, entering, span)
+    counters = _counters(policy, memory.position, inputs.v.shape[2], arrays)
+    entering = Entering(memory.stored, memory.residual, counters)
+    o, S, stored, residual = _decode(target_of(portable=portable), policy, scale, inputs, entering, span)
     B, T = inputs.k.shape[:2]
     bounds = bounds_of(span, B, T)
     position = memory.position + (T if bounds is None else bounds.count)
-    return o, memory._replace(S=S, stored=Stored(values, codes_scale), position=position)
+    return o, memory._replace(S=S, stored=stored, residual=residual, position=position)
 
 
 class Entering(NamedTuple):
     """What a call starts from."""
 
     stored: Stored
+    residual: Array | None  # [N, HV, K, V] float32, with error feedback
     counters: Array | None  # [N, HV, 4] int32, for stochastic rounding: see recurrent_pipeline.forward
 
     @property
     def kept(self) -> Any:
-        return as_kept(self.stored)
+        return as_kept(self.stored)._replace(lost=self.residual)
 
     def after(self, tokens: Array | int) -> Array | None:
         """The counters when every sequence has had so many tokens more."""
@@ -113,13 +115,13 @@ def _counters(policy: DecodePolicy, position: Array, heads: int, arrays: QuantAr
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _decode(target: Target, policy: DecodePolicy, scale: float, inputs: Inputs, entering: Entering, span: Span):
-    o, stored, _ = _forward(target, policy, scale, False)(inputs[:5], entering, span)
-    return o, decode(stored, policy, jnp.float32), *stored
+    o, stored, residual, _ = _forward(target, policy, scale, False)(inputs[:5], entering, span)
+    return o, decode(stored, policy, jnp.float32), stored, residual
 
 
 def _decode_fwd(target: Target, policy: DecodePolicy, scale: float, inputs: Inputs, entering: Entering, span: Span):
-    o, stored, saved = _forward(target, policy, scale, True)(inputs[:5], entering, span)
-    return (o, decode(stored, policy, jnp.float32), *stored), (inputs, entering, span, saved)
+    o, stored, residual, saved = _forward(target, policy, scale, True)(inputs[:5], entering, span)
+    return (o, decode(stored, policy, jnp.float32), stored, residual), (inputs, entering, span, saved)
 
 
 def _decode_bwd(target: Target, policy: DecodePolicy, scale: float, residuals: Any, cotangents: Any):
@@ -170,18 +172,19 @@ def tokens_inside(bounds: Any, batch: int, num_tokens: int) -> Array:
 
 @functools.cache
 def _forward(target: Target, policy: DecodePolicy, scale: float, with_saved: bool):
-    """(tokens, entering, span) -> (o, Stored, states after every 64 tokens as the kernels keep them, or None)."""
+    """(tokens, entering, span) -> (o, Stored, residual, states after every 64 tokens as the kernels keep them)."""
 
     def kernels(tokens: Any, entering: Entering, span: Span):
         options = options_of(target, policy, scale)
         o, state, saved = launch_forward(target.run, options, tokens, entering, span, with_saved)
-        return o, as_stored(state, policy), saved
+        return o, as_stored(state, policy), state.lost, saved
 
     def elsewhere(tokens: Any, entering: Entering, span: Span):
         """Nothing saved: the backward starts from the inputs again."""
-        o, S, stored = _by_scan(policy, scale, tokens, entering, decode(entering.stored, policy, jnp.float32), span)
-        saved = jax.eval_shape(kernels, tokens, entering, span)[2]
-        return o, stored, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), saved)
+        S = decode(entering.stored, policy, jnp.float32)
+        o, memory = _by_scan(policy, scale, tokens, entering, S, span)
+        saved = jax.eval_shape(kernels, tokens, entering, span)[3]
+        return o, memory.stored, memory.residual, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), saved)
 
     return kernel_call(
         "decode_forward",
@@ -189,7 +192,7 @@ def _forward(target: Target, policy: DecodePolicy, scale: float, with_saved: boo
         kernels,
         elsewhere,
         arguments=("tokens", "rows", "sequences"),
-        results=("tokens", "rows", "tokens"),
+        results=("tokens", "rows", "rows", "tokens"),
     )
 
 
@@ -203,7 +206,8 @@ def _backward(target: Target, policy: DecodePolicy, scale: float):
 
     def elsewhere(tokens: Any, entering: Entering, span: Span, saved: Any, do: Array, dS: Array):
         def run(tokens: Any, S: Array):
-            return _by_scan(policy, scale, tokens, entering, S, span)[:2]
+            o, memory = _by_scan(policy, scale, tokens, entering, S, span)
+            return o, memory.S
 
         d_tokens, d_initial = jax.vjp(run, tokens, decode(entering.stored, policy, jnp.float32))[1]((do, dS))
         return *d_tokens, d_initial
@@ -219,7 +223,7 @@ def _backward(target: Target, policy: DecodePolicy, scale: float):
 
 
 def _by_scan(policy: DecodePolicy, scale: float, tokens: Any, entering: Entering, S: Array, span: Span):
-    """(o, state, Stored) of the xla backend from the same operands."""
+    """(o, the memory after the call) of the xla backend from the same operands."""
     q, k, v, g, beta = tokens
     none, arrays = jnp.zeros(S.shape[0], jnp.int32), QuantArrays()
     position = none
@@ -228,9 +232,8 @@ def _by_scan(policy: DecodePolicy, scale: float, tokens: Any, entering: Entering
         _, layer_and_head, sequence, step = jax.lax.bitcast_convert_type(entering.counters[0, 0], jnp.uint32)
         layer, head = layer_and_head >> 16, layer_and_head & jnp.uint32(0xFFFF)
         arrays = QuantArrays(step=step, layer=layer, sequence_offset=sequence, head_offset=head)
-    memory = Memory(S, entering.stored, None, None, position, none)
-    o, memory = decode_scan(policy, scale, Inputs(q, k, v, g, beta, S), memory, span, arrays)
-    return o, memory.S, memory.stored
+    memory = Memory(S, entering.stored, None, entering.residual, position, none)
+    return decode_scan(policy, scale, Inputs(q, k, v, g, beta, S), memory, span, arrays)
 
 
 # ------------------------------------------------------------------ launches

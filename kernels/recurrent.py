@@ -71,11 +71,14 @@ def recurrent_forward_kernel(
     p_first,  # [N] int32, see `rows_of`; any array where not RAGGED
     p_count,  # [N] int32
     p_counters,  # [N, HV, 4] int32: roundings so far, layer and head, sequence, step; any array where not DRAWN
+    p_lost,  # [N, HV, K, V] float32, what the last rounding lost; any array where not FEEDBACK
     p_o,  # out: [B, T, HV, V]; rows of no sequence are not written
     p_values_out,  # out: [N, HV, K, V], the states that leave
     p_scale_out,  # out
     p_saved,  # out: the states after every STRIDE tokens, [N, SLOTS, HV, K, V] or (SHARED_SLOTS) [B, SLOTS, HV, K, V]
     p_saved_scale,  # out
+    p_lost_out,  # out: [N, HV, K, V] float32
+    p_saved_lost,  # out: what was lost with the states that are saved, unless STRIDE is 1
     scale,
     T,
     PER_ROW,
@@ -90,6 +93,8 @@ def recurrent_forward_kernel(
     IS_KDA: tl.constexpr,
     SEED: tl.constexpr,
     DRAWN: tl.constexpr,
+    FEEDBACK: tl.constexpr,
+    SAVE_LOST: tl.constexpr,
     RAGGED: tl.constexpr,
     SHARED_SLOTS: tl.constexpr,
     FORMAT: tl.constexpr,
@@ -110,11 +115,17 @@ def recurrent_forward_kernel(
     b_code, b_scale = load_kept(p_values, p_scale, state, i_v, K, V, BK, BV, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR)
     b_s = apply_scale(b_code, b_scale, FORMAT, GRANULARITY)
     i_b, first, count = rows_of(p_first, p_count, i_n, T, PER_ROW, RAGGED)
+    o_s = o_k[:, None] * V + o_v[None, :]
+    m_s = (o_k < K)[:, None] & (o_v < V)[None, :]
+    if FEEDBACK:
+        b_lost = tl.load(p_lost + state * K * V + o_s, mask=m_s, other=0.0)
     if RAGGED:  # noqa: SIM102 (no branch where the number is known)
         if count == 0:
             store_rounded(
                 p_values_out, p_scale_out, state, b_code, b_scale, i_v, K, V, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR
             )
+            if FEEDBACK:
+                tl.store(p_lost_out + state * K * V + o_s, b_lost, mask=m_s)
     slot = i_n * SLOTS
     if SHARED_SLOTS:  # the slot of a token's state is the token's number by STRIDE: no two sequences have the same
         slot = i_b * SLOTS + (first + STRIDE - 1) // STRIDE
@@ -139,11 +150,16 @@ def recurrent_forward_kernel(
         b_s = tl.fma(b_k[:, None], tl.broadcast_to(b_r[None, :], [BK, BV]), b_s)
         if not READ_STORED:
             b_o = tl.sum(b_s * b_q[:, None], axis=0)
+        if FEEDBACK:
+            b_s += b_lost
+            b_lost = b_s
         if DRAWN:
             words = draw_words(rounds + t + 1, layer_and_head, sequence, step, i_v, V, BK, BV, SEED)
             b_code, b_scale, b_s = round_state(b_s, FORMAT, GRANULARITY, HARDWARE_FP8, words, DRAWN)
         else:
             b_code, b_scale, b_s = round_state(b_s, FORMAT, GRANULARITY, HARDWARE_FP8)
+        if FEEDBACK:
+            b_lost -= b_s
         if READ_STORED:
             b_o = tl.sum(b_s * b_q[:, None], axis=0)
         tl.store(p_o + (row * HV + i_hv) * V + o_v, b_o.to(p_o.dtype.element_ty), mask=o_v < V)
@@ -152,10 +168,14 @@ def recurrent_forward_kernel(
             store_rounded(
                 p_saved, p_saved_scale, saved, b_code, b_scale, i_v, K, V, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR
             )
+            if SAVE_LOST:
+                tl.store(p_saved_lost + saved * K * V + o_s, b_lost, mask=m_s)
         if t == count - 1:
             store_rounded(
                 p_values_out, p_scale_out, state, b_code, b_scale, i_v, K, V, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR
             )
+            if FEEDBACK:
+                tl.store(p_lost_out + state * K * V + o_s, b_lost, mask=m_s)
         row += 1
 
 

@@ -52,12 +52,13 @@ class State(NamedTuple):
 
     values: Any
     scale: Any | None
+    lost: Any | None = None  # float32 [..., HV, K, V], with error feedback: what the last rounding lost
 
 
 class Output(NamedTuple):
     o: Any  # [B, T, HV, V] in v's dtype; not written where no sequence has a token
     state: State  # after the last token; what entered where there is none
-    saved: State | None  # after every `stride` tokens, see `forward`
+    saved: State | None  # after every `stride` tokens, see `forward`; `lost` is left out where stride is 1
 
 
 class Gradients(NamedTuple):
@@ -177,12 +178,12 @@ class Call(NamedTuple):
     def vector(self) -> int:
         return self.options.vector or 16
 
-    def warps(self, states: int = 1) -> int:
-        """By the elements that a thread holds of the `states` tiles a program works on."""
+    def warps(self, states: int = 1, *, more: bool = False) -> int:
+        """By the elements that a thread holds of the `states` tiles a program works on; more: and of other things."""
         if self.options.warps is not None:
             return self.options.warps
         share = 128 if states == 1 and self.format == "float32" else 64
-        share //= 2 if self.drawn and states == 1 else 1
+        share //= 2 if more else 1
         return max(1, min(16, states * power_of_two(self.sizes[4]) * self.width // (32 * share)))
 
     @property
@@ -244,8 +245,8 @@ class Call(NamedTuple):
             "p_ds_in": Buffer((self.sequences, hv, k, v), "float32"),
         }
 
-    def state_of(self, values: Any, scale: Any) -> State:
-        return State(values, scale if self.coded else None)
+    def state_of(self, values: Any, scale: Any, lost: Any | None = None) -> State:
+        return State(values, scale if self.coded else None, lost)
 
 
 def forward(
@@ -259,7 +260,7 @@ def forward(
     stride: int | None = None,
     most: int | None = None,
 ) -> Output:
-    """The tokens in order, from `state` [N, HV, K, V].
+    """The tokens in order, from `state` [N, HV, K, V]; where it has `lost`, that is added before the next rounding.
 
     counters: for stochastic rounding, int32 [N, HV, 4]: the roundings of the sequence before these, layer·2^16 ^ head,
       sequence and step, as `jlaqat.philox.random_bits` takes them (which says what is drawn).
@@ -279,18 +280,28 @@ def forward(
     shared = bounds is not None and most is None
     slots = 0 if stride is None else -(-t // stride) if shared else call.length // stride
     values, scales = call.kept(call.sequences)
-    saved, saved_scales = call.kept(b if shared else call.sequences, slots) if slots else (UNUSED, UNUSED)
+    places = (b if shared else call.sequences, slots)
+    saved, saved_scales = call.kept(*places) if slots else (UNUSED, UNUSED)
+    feedback, tile = state.lost is not None, tuple(values.shape[1:])
+    save_lost = feedback and slots > 0 and stride != 1
     inputs, constants = call.ragged()
     launch = Launch(
         kernel=recurrent.recurrent_forward_kernel,
         grid=call.programs,
-        inputs={**call.inputs(state), **inputs, "p_counters": counters if call.drawn else tokens.beta},
+        inputs={
+            **call.inputs(state),
+            **inputs,
+            "p_counters": counters if call.drawn else tokens.beta,
+            "p_lost": state.lost if feedback else tokens.beta,
+        },
         outputs={
             "p_o": Buffer(tuple(tokens.v.shape), dtype_name(tokens.v)),
             "p_values_out": values,
             "p_scale_out": scales,
             "p_saved": saved,
             "p_saved_scale": saved_scales,
+            "p_lost_out": Buffer((call.sequences, *tile), "float32") if feedback else UNUSED,
+            "p_saved_lost": Buffer((*places, *tile), "float32") if save_lost else UNUSED,
         },
         constants={
             **call.constants(),
@@ -298,19 +309,19 @@ def forward(
             "SLOTS": slots,
             "STRIDE": stride if slots else NEVER,
             "SHARED_SLOTS": shared,
+            "FEEDBACK": feedback,
+            "SAVE_LOST": save_lost,
             "DRAWN": call.drawn,
             "SEED": options.state.seed if call.drawn and options.state else 0,
         },
-        num_warps=call.warps(),
+        num_warps=call.warps(more=call.drawn or feedback),
         num_stages=1,
         fp_fusion=False,
     )
     out = run(launch)
-    return Output(
-        out["p_o"],
-        call.state_of(out["p_values_out"], out["p_scale_out"]),
-        call.state_of(out["p_saved"], out["p_saved_scale"]) if slots else None,
-    )
+    leaving = call.state_of(out["p_values_out"], out["p_scale_out"], out["p_lost_out"] if feedback else None)
+    kept = call.state_of(out["p_saved"], out["p_saved_scale"], out["p_saved_lost"] if save_lost else None)
+    return Output(out["p_o"], leaving, kept if slots else None)
 
 
 def backward(

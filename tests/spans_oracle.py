@@ -35,20 +35,21 @@ def both_directions(run, options, x, entering, span, do, dS):
     return o, state, decode_triton.launch_backward(run, options, x, entering, span, saved, do, dS)
 
 
-def check_bits_alone(call, options, case, *, kda, **sizes):
+def check_bits_alone(call, options, case, *, kda, feedback=False, **sizes):
     """Outputs, states and gradients; zeros at tokens that are nobody's; what entered where there are no tokens.
 
-    call: `both_directions` without its first two arguments. sizes: T, H, HV, K, V.
+    call: `both_directions` without its first two arguments. feedback: something was lost before. sizes: T, H, HV, K, V.
     """
     N, B = len(case.sequences), 1 + max(row for row, _, _ in case.sequences)
     given = make_inputs(1, gate="kda" if kda else "gdn", B=N, **sizes)
     given = {key: jnp.asarray(a) for key, a in given.items()}
     states = given.pop("initial_state")
     x = [given[key][:B] for key in Inputs._fields[:5]]
-    entering = Entering(Stored(states, None), None)
+    lost = 0.01 * jnp.roll(states, 1, -1) if feedback else None
+    entering = Entering(Stored(states, None), lost, None)
     if options.state is not None:
         nearest = dataclasses.replace(options.state, rounding="nearest")
-        entering = Entering(Stored(*quantize_codes(states, nearest, site="state")), None)
+        entering = entering._replace(stored=Stored(*quantize_codes(states, nearest, site="state")))
     if options.state is not None and options.state.rounding == "stochastic":
         counters = np.random.default_rng(1).integers(-(2**31), 2**31, (*states.shape[:2], 4))
         entering = entering._replace(counters=jnp.asarray(counters, jnp.int32))

@@ -72,7 +72,7 @@ def stand_in_forward(run, tokens, state, options, *, bounds=None, counters=None,
     scale = (
         None if state.scale is None else state.scale * (1 + window(decay, bounds, most or t).mean((1, 3)))[..., None]
     )
-    after = pipeline.State(state.values, scale)
+    after = pipeline.State(state.values, scale, None if state.lost is None else 2 * state.lost)
     saved = None
     if stride and most is None and bounds is not None:
         saved = pipeline.State(*(a if a is None else jnp.repeat(a[:: N // B, None], -(-t // stride), 1) for a in after))
@@ -115,8 +115,13 @@ def stand_in(monkeypatch):
 # ------------------------------------------------------------------ shards
 
 
-@pytest.mark.parametrize(("gate", "T", "lengths"), [("gdn", 5, None), ("kda", 70, [70, 3, 0, 64])])
-def test_jit_with_sharded_operands_launches_on_shards(gate, T, lengths, stand_in):
+DRAWN = DecodePolicy(state=QuantSpec.fp8(block_v=16, rounding="stochastic"), error_feedback=True)
+
+
+@pytest.mark.parametrize(
+    ("gate", "T", "lengths", "quant"), [("gdn", 5, None, FP8), ("kda", 70, [70, 3, 0, 64], DRAWN)], ids=["gdn", "kda"]
+)
+def test_jit_with_sharded_operands_launches_on_shards(gate, T, lengths, quant, stand_in):
     """Both directions stay on batch and heads as they lie, through the hand-over and the carry."""
     x = operands(gate, B=4, T=T, H=2, HV=4)
     lengths = None if lengths is None else np.array(lengths)
@@ -126,7 +131,7 @@ def test_jit_with_sharded_operands_launches_on_shards(gate, T, lengths, stand_in
 
     def run(x):
         def local(x):
-            o, carry = decode(x, backend="triton", lengths=lengths)
+            o, carry = decode(x, quant=quant, backend="triton", lengths=lengths)
             return jnp.sum(o**2), (o, carry)
 
         return jax.grad(local, has_aux=True)(x)
@@ -339,10 +344,8 @@ def test_stacked_packed_rows_where_there_is_no_gpu():
 
     def run(x, cu, prefix):
         arrays = jlaqat.QuantArrays(step=3, layer=2, sequence_offset=9)
-        o, carry = decode(x, quant=drawn, cu_seqlens=cu, prefix_lengths=prefix, quant_arrays=arrays)
+        o, carry = decode(x, quant=DRAWN, cu_seqlens=cu, prefix_lengths=prefix, quant_arrays=arrays)
         return jnp.sum(o**2), (o, carry)
-
-    drawn = DecodePolicy(state=QuantSpec.fp8(block_v=16, rounding="stochastic"))
 
     gradient = jax.grad(run, has_aux=True)
     wanted = [jax.jit(gradient)({name: a[i] for name, a in rows.items()}, cu[i], prefix[i]) for i in range(2)]

@@ -65,7 +65,7 @@ def test_a_step_is_one_launch_and_keeps_codes():
     [
         (DecodePolicy.preset("flashinfer_cast"), {}, "mode='handoff'"),
         (DecodePolicy.preset("serving", ring_dtype="float32", factor_qdq=True), {}, "factor_qdq=True"),
-        (DecodePolicy(state=QuantSpec.fp8(), error_feedback=True), {}, "error feedback"),
+        (DecodePolicy.preset("serving", error_feedback=True), {}, "error feedback"),
         (DecodePolicy(state=QuantSpec.fp8(), quantize_initial=False), {}, "quantize_initial=True"),
         (DecodePolicy(state=QuantSpec.int8(rounding="half_away")), {}, "to nearest or stochastically"),
         (DecodePolicy.preset("serving", rounding="stochastic"), {}, "the kernels round to nearest with"),

@@ -43,7 +43,8 @@ RUNS += [("float32", "batch", True), ("int8-key_row", "stacked", True), ("drawn"
 def test_a_sequence_has_the_bits_that_it_has_alone(spec, name, kda):
     options = Options(scale=0.3, state=SPECS[spec], read_stored=kda, hardware_fp8=device_capability() >= 89)
     run = jax.jit(functools.partial(both_directions, target_of(portable=False).run, options))
-    check_bits_alone(run, options, CASES[name], kda=kda, T=150, H=2, HV=4, K=128, V=128)
+    feedback = spec != "float32" and name == "stacked"
+    check_bits_alone(run, options, CASES[name], kda=kda, feedback=feedback, T=150, H=2, HV=4, K=128, V=128)
 
 
 FP8 = DecodePolicy(state=QuantSpec.fp8())
@@ -108,14 +109,15 @@ def test_vmap_has_the_bits_of_calls_one_by_one(name):
 def test_stochastic_rounding_draws_what_the_xla_backend_draws(spec):
     """After three tokens codes differ only where sums in another order do; steps have the call's bits."""
     x = {key: jnp.asarray(a) for key, a in make_inputs(1, B=2, T=3, H=2, HV=4, K=64, V=64).items()}
-    arrays, policy = jlaqat.QuantArrays(step=jnp.uint32(2**32 - 2), layer=3), DecodePolicy(state=spec)
+    arrays = jlaqat.QuantArrays(step=jnp.uint32(2**32 - 2), layer=3)
+    policy = DecodePolicy(state=spec, error_feedback=spec.format == "int8")
     run = jax.jit(lambda x, backend: call(x, {"quant_arrays": arrays}, backend, policy), static_argnums=1)
     (o, carry), (_, wanted) = run(x, "triton"), run(x, "xla")
     drawn, reference = (np.asarray(c.values.astype(jnp.float32)) for c in (carry, wanted))
     assert (drawn != reference).mean() < 0.01
     nearest = DecodePolicy(state=dataclasses.replace(spec, rounding="nearest"))
     other = jax.jit(lambda x: call(x, {}, "triton", nearest))(x)[1]
-    assert (drawn != np.asarray(other.values.astype(jnp.float32))).mean() > 0.3
+    assert (drawn != np.asarray(other.values.astype(jnp.float32))).mean() > 0.1
     step = jax.jit(lambda row, carry: jlaqat.delta_rule_step(*row, carry, quant=policy, quant_arrays=arrays))
     empty = {key: a if key == "initial_state" else a[:, :0] for key, a in x.items()}
     state = call(empty, {"quant_arrays": arrays}, "triton", policy)[1]
