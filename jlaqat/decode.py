@@ -93,7 +93,7 @@ def delta_rule_decode(
     inputs, tokens, arrays, scale = prepare(
         q, k, v, g, beta, state, quant, prefix_lengths, lengths, cu_seqlens, scale, quant_arrays
     )
-    by_kernels = _by_kernels(backend, quant, inputs, tokens)
+    by_kernels = _by_kernels(backend, quant, inputs)
     if backend == "reference":
         return decode_reference(inputs, state, quant, tokens, arrays, scale, w)
 
@@ -152,7 +152,7 @@ def delta_rule_step(
         raise ValueError("state is a DecodeCarry, but quant is None; pass the policy that made it: quant=carry.policy.")
     plain = DecodePolicy()
     inputs, tokens, arrays, scale = prepare(q, k, v, g, beta, state, plain, None, None, None, scale, quant_arrays)
-    by_kernels = _by_kernels("auto", plain, inputs, tokens)
+    by_kernels = _by_kernels("auto", plain, inputs)
 
     def run(inputs: Inputs, arrays: QuantArrays, tokens: Tokens, carry: None):
         memory = _hand_over(inputs.initial_state, None, None, inputs, plain, arrays)
@@ -349,7 +349,7 @@ def _inside(tokens: Tokens, B: int, T: int) -> Array:
     return (known & (index - cu[sequence] < prefix[sequence]))[None]
 
 
-def _by_kernels(backend: str, quant: DecodePolicy, inputs: Inputs, tokens: Tokens) -> str | None:
+def _by_kernels(backend: str, quant: DecodePolicy, inputs: Inputs) -> str | None:
     """Whether the Triton kernels decode this call: "triton", "triton or xla" as the platform has it, or None.
 
     Raises NotImplementedError where "triton" was asked for and cannot.
@@ -357,7 +357,7 @@ def _by_kernels(backend: str, quant: DecodePolicy, inputs: Inputs, tokens: Token
     checks.check_backend(backend)
     if backend not in ("auto", "triton"):
         return None
-    reason = decode_triton_why_not(quant, inputs.k.shape[3], _span(tokens), inputs.v.dtype)
+    reason = decode_triton_why_not(quant, inputs.k.shape[3], inputs.v.dtype)
     if backend == "triton" and reason is not None:
         raise NotImplementedError(
             f"backend='triton' cannot serve this call: {reason}. Use backend='xla', or 'auto', which runs prefixes on "

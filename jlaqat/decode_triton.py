@@ -28,10 +28,10 @@ from jlaqat.spec import CHUNK_SIZE, QuantArrays
 Array = jax.Array
 
 
-def why_not(policy: DecodePolicy, key_dim: int, span: Span, dtype: Any) -> str | None:
+def why_not(policy: DecodePolicy, key_dim: int, dtype: Any) -> str | None:
     """The reason why the kernels cannot decode so, as the end of a sentence; None where they can.
 
-    key_dim: K. span: which tokens are decoded. dtype: of the inputs.
+    key_dim: K. dtype: of the inputs.
     """
     reason = cannot_run()
     if reason is not None:

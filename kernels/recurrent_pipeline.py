@@ -178,12 +178,11 @@ class Call(NamedTuple):
     def vector(self) -> int:
         return self.options.vector or 16
 
-    def warps(self, states: int = 1, *, more: bool = False) -> int:
-        """By the elements that a thread holds of the `states` tiles a program works on; more: and of other things."""
+    def warps(self, states: int = 1) -> int:
+        """By the elements that a thread holds of the `states` tiles a program works on."""
         if self.options.warps is not None:
             return self.options.warps
         share = 128 if states == 1 and self.format == "float32" else 64
-        share //= 2 if more else 1
         return max(1, min(16, states * power_of_two(self.sizes[4]) * self.width // (32 * share)))
 
     @property
@@ -314,7 +313,7 @@ def forward(
             "DRAWN": call.drawn,
             "SEED": options.state.seed if call.drawn and options.state else 0,
         },
-        num_warps=call.warps(more=call.drawn or feedback),
+        num_warps=call.warps(states=2 if call.drawn or feedback else 1),
         num_stages=1,
         fp_fusion=False,
     )
