@@ -93,6 +93,32 @@ def store_rounded(
 
 
 @triton.jit
+def load_scales(
+    p_scale,
+    state,
+    i_v,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    FORMAT: tl.constexpr,
+    GRANULARITY: tl.constexpr,
+):
+    """The scales of a state's columns from i_v on, as `round_state` has them; 1 without codes."""
+    PROGRAMS_V: tl.constexpr = (V + BV - 1) // BV
+    o_k = tl.arange(0, BK)
+    o_v = i_v + tl.arange(0, BV)
+    if FORMAT != "e4m3" and FORMAT != "int8":
+        return tl.full([], 1.0, tl.float32)
+    elif GRANULARITY == "tile":
+        return tl.load(p_scale + state * PROGRAMS_V + i_v // BV)
+    elif GRANULARITY == "key_row":
+        return tl.load(p_scale + (state * K + o_k) * PROGRAMS_V + i_v // BV, mask=o_k < K, other=0.0)
+    else:
+        return tl.load(p_scale + state * V + o_v, mask=o_v < V, other=0.0)
+
+
+@triton.jit
 def load_kept(
     p_values,
     p_scale,
@@ -108,23 +134,16 @@ def load_kept(
     VECTOR: tl.constexpr,
 ):
     """(codes, scales) that `store_rounded` wrote, float32, zero outside; without codes the values and 1."""
-    PROGRAMS_V: tl.constexpr = (V + BV - 1) // BV
     o_k = tl.arange(0, BK)
     o_v = i_v + tl.arange(0, BV)
     m = (o_k < K)[:, None] & (o_v < V)[None, :]
     p = p_values + state * K * V + o_k[:, None] * V + tl.max_contiguous(o_v, VECTOR)[None, :]
     b = tl.load(p, mask=m, other=0)
-    if FORMAT == "float32" or FORMAT == "bfloat16" or FORMAT == "float16":
-        return b.to(tl.float32), tl.full([], 1.0, tl.float32)
+    b_scale = load_scales(p_scale, state, i_v, K, V, BK, BV, FORMAT, GRANULARITY)
+    if FORMAT == "e4m3" or FORMAT == "int8":
+        return decode(b, FORMAT, HARDWARE_FP8), b_scale
     else:
-        b_code = decode(b, FORMAT, HARDWARE_FP8)
-        if GRANULARITY == "tile":
-            return b_code, tl.load(p_scale + state * PROGRAMS_V + i_v // BV)
-        elif GRANULARITY == "key_row":
-            p = p_scale + (state * K + o_k) * PROGRAMS_V + i_v // BV
-            return b_code, tl.load(p, mask=o_k < K, other=0.0)
-        else:
-            return b_code, tl.load(p_scale + state * V + o_v, mask=o_v < V, other=0.0)
+        return b.to(tl.float32), b_scale
 
 
 @triton.jit

@@ -22,16 +22,9 @@ Formulas: docs/decode.md (mode "replay").
 import triton
 import triton.language as tl
 
-from jlaqat.kernels.recurrent import (
-    apply_scale,
-    load_kept,
-    load_rounded,
-    load_token,
-    round_state,
-    rows_of,
-    store_rounded,
-    store_token_gradients,
-)
+from jlaqat.kernels.kept_state import apply_scale, load_rounded, load_scales, round_state, store_rounded
+from jlaqat.kernels.recurrent import load_token, rows_of, store_token_gradients
+from jlaqat.kernels.rounding import decode
 
 
 @triton.jit
@@ -68,7 +61,7 @@ def load_rows(
 
 @triton.jit
 def join_token(
-    b_code,
+    b_code,  # the checkpoint's, [BK // BL, BL, BV]
     b_scale,
     p_q,  # of the token, [K]
     p_k,
@@ -84,7 +77,6 @@ def join_token(
     dims: tl.constexpr,
     BL: tl.constexpr,
     IS_KDA: tl.constexpr,
-    FORMAT: tl.constexpr,
     GRANULARITY: tl.constexpr,
     IN_RING: tl.constexpr,
 ):
@@ -96,7 +88,7 @@ def join_token(
     K: tl.constexpr = dims[2]
     V: tl.constexpr = dims[3]
     LENGTH: tl.constexpr = dims[4]
-    BV: tl.constexpr = b_code.shape[1]
+    BV: tl.constexpr = b_code.shape[2]
     BLOCKS: tl.constexpr = (LENGTH + BL - 1) // BL
     RING: tl.constexpr = ring[1].dtype.element_ty
     # Loaded for every entry, in the layout that their keys have: nothing has to pass between threads.
@@ -136,8 +128,8 @@ def join_token(
     q = tl.load(p_q + o_k, mask=o_k < K, other=0.0).to(tl.float32) * scale
     k = tl.load(p_k + o_k, mask=o_k < K, other=0.0).to(RING).to(tl.float32)
     b_decay = tl.exp(since)
-    b_error += read_checkpoint(b_code, b_scale, k * b_decay, BL, FORMAT, GRANULARITY)
-    b_out += read_checkpoint(b_code, b_scale, q * b_decay, BL, FORMAT, GRANULARITY)
+    b_error += read_checkpoint(b_code, b_scale, k * b_decay, GRANULARITY)
+    b_out += read_checkpoint(b_code, b_scale, q * b_decay, GRANULARITY)
     b_both = tl.sum(tl.join(b_error, b_out), axis=0)
     b_error, b_out = tl.split(b_both)
     b_r = (beta.to(tl.float32) * (v.to(tl.float32) - b_error)).to(RING).to(tl.float32)
@@ -145,13 +137,35 @@ def join_token(
 
 
 @triton.jit
-def read_checkpoint(b_code, b_scale, b_x, BL: tl.constexpr, FORMAT: tl.constexpr, GRANULARITY: tl.constexpr):
-    """Cᵀx in BL parts, [BL, BV], the scales multiplied in where they are fewest."""
-    BK: tl.constexpr = b_code.shape[0]
-    BV: tl.constexpr = b_code.shape[1]
+def load_parts(
+    p_values,
+    state,
+    i_v,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    BL: tl.constexpr,
+    FORMAT: tl.constexpr,
+    HARDWARE_FP8: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """A checkpoint's codes as [BK // BL, BL, BV], without codes its values: a thread has the rows of an axis 0."""
+    o_k = tl.arange(0, BK // BL)[:, None, None] * BL + tl.arange(0, BL)[None, :, None]
+    o_v = tl.max_contiguous(i_v + tl.arange(0, BV), VECTOR)[None, None, :]
+    b = tl.load(p_values + state * K * V + (o_k * V + o_v), mask=(o_k < K) & (o_v < V), other=0)
+    if FORMAT == "e4m3" or FORMAT == "int8":
+        return decode(b, FORMAT, HARDWARE_FP8)
+    else:
+        return b.to(tl.float32)
+
+
+@triton.jit
+def read_checkpoint(b_code, b_scale, b_x, GRANULARITY: tl.constexpr):
+    """Cᵀx in parts, [BL, BV], the scales multiplied in where they are fewest."""
     if GRANULARITY == "tile" or GRANULARITY == "key_row":
         b_x = b_x * b_scale
-    b_part = tl.sum(tl.reshape(b_code * b_x[:, None], [BK // BL, BL, BV]), axis=0)
+    b_part = tl.sum(b_code * tl.reshape(b_x, [b_code.shape[0], b_code.shape[1]])[:, :, None], axis=0)
     if GRANULARITY == "value_row":
         return b_part * b_scale[None, :]
     else:
@@ -311,12 +325,9 @@ def replay_step_kernel(
         store_rounded(p_values, p_scale, head, b_code, b_scale, i_v, K, V, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR)
         tl.store(p_o + head * V + o_v, b_o.to(p_o.dtype.element_ty), mask=o_v < V)
     else:
-        b_code, b_scale = load_kept(
-            p_values, p_scale, head, i_v, K, V, BK, BV, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR
-        )
         b_o, b_r = join_token(
-            b_code,
-            b_scale,
+            load_parts(p_values, head, i_v, K, V, BK, BV, BL, FORMAT, HARDWARE_FP8, VECTOR),
+            load_scales(p_scale, head, i_v, K, V, BK, BV, FORMAT, GRANULARITY),
             p_q + (i_n * H + i_h) * K,
             p_k + (i_n * H + i_h) * K,
             v,
@@ -331,7 +342,6 @@ def replay_step_kernel(
             dims,
             BL,
             IS_KDA,
-            FORMAT,
             GRANULARITY,
             True,
         )
@@ -403,13 +413,14 @@ def replay_forward_kernel(
     cursor = tl.load(p_cursor + i_n)
     start = -cursor
     slot = i_n * SLOTS
-    b_code, b_scale = load_kept(p_values, p_scale, head, i_v, K, V, BK, BV, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR)
+    b_code = load_parts(p_values, head, i_v, K, V, BK, BV, BL, FORMAT, HARDWARE_FP8, VECTOR)
+    b_scale = load_scales(p_scale, head, i_v, K, V, BK, BV, FORMAT, GRANULARITY)
     q, k, v, g, beta = load_token(p_q, p_k, p_v, p_g, p_beta, row, i_h, i_hv, o_k, o_v, H, HV, K, V, IS_KDA)
     for t in range(count):
         window = (cursor, start)
         if cursor == LENGTH - 1:
-            b_o, b_r, b_code, b_scale = flush_token(
-                apply_scale(b_code, b_scale, FORMAT, GRANULARITY),
+            b_o, b_r, b_new, b_scale = flush_token(
+                apply_scale(tl.reshape(b_code, [BK, BV]), b_scale, FORMAT, GRANULARITY),
                 q,
                 k,
                 v,
@@ -428,6 +439,12 @@ def replay_forward_kernel(
                 HARDWARE_FP8,
                 False,
             )
+            b_code = tl.reshape(b_new, [BK // BL, BL, BV])
+            if SLOTS > 0:
+                saved = slot * HV + i_hv
+                store_rounded(
+                    p_saved, p_saved_scale, saved, b_new, b_scale, i_v, K, V, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR
+                )
         else:
             b_o, b_r = join_token(
                 b_code,
@@ -446,7 +463,6 @@ def replay_forward_kernel(
                 dims,
                 BL,
                 IS_KDA,
-                FORMAT,
                 GRANULARITY,
                 False,
             )
@@ -457,18 +473,12 @@ def replay_forward_kernel(
         q, k, v, g, beta = load_token(p_q, p_k, p_v, p_g, p_beta, ahead, i_h, i_hv, o_k, o_v, H, HV, K, V, IS_KDA)
         cursor += 1
         if cursor == LENGTH:
-            if SLOTS > 0:
-                saved = slot * HV + i_hv
-                store_rounded(
-                    p_saved, p_saved_scale, saved, b_code, b_scale, i_v, K, V, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR
-                )
             slot += 1
             cursor = 0
             start = t + 1
         tl.debug_barrier()  # the next token reads r as other threads wrote it
-    store_rounded(
-        p_values_out, p_scale_out, head, b_code, b_scale, i_v, K, V, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR
-    )
+    b_new = tl.reshape(b_code, [BK, BV])
+    store_rounded(p_values_out, p_scale_out, head, b_new, b_scale, i_v, K, V, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR)
     for i in range(LENGTH):
         used = i < cursor
         p = entry(p_ring_k, p_k, i, start, at, LENGTH, H * K, False) + i_h * K
