@@ -45,7 +45,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "packed" else pytest.mark.slow) for n in CASES])
 def test_a_sequence_has_the_bits_that_it_has_alone(name, monkeypatch):
     monkeypatch.setattr(decode_triton, "CHUNK_SIZE", 3)
     heads, spec, kda, case = CASES[name]
@@ -55,8 +55,11 @@ def test_a_sequence_has_the_bits_that_it_has_alone(name, monkeypatch):
         check_bits_alone(call, options, case, kda=kda, feedback=name != "packed", T=7, H=1, HV=heads, K=5, V=16)
 
 
+INT8 = QuantSpec.int8(granularity="key_row", rounding="stochastic")
+
+
 @pytest.mark.parametrize(
-    "spec", [DRAWN, QuantSpec.int8(granularity="key_row", rounding="stochastic"), FLOAT16], ids=lambda spec: spec.format
+    "spec", [DRAWN, pytest.param(INT8, marks=pytest.mark.slow), FLOAT16], ids=lambda spec: spec.format
 )
 def test_stochastic_rounding_draws_what_the_xla_backend_draws(spec):
     """Codes differ only where sums in another order do; those of rounding to nearest differ often."""

@@ -18,7 +18,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
     [
         ("kernels_interpreted", ""),
         ("recurrent_interpreted", ""),
-        ("decode_interpreted", ""),
+        ("decode_interpreted", "not slow"),
+        pytest.param("decode_interpreted", "slow", marks=pytest.mark.slow),
         ("replay_interpreted", "not slow"),
         pytest.param("replay_interpreted", "slow", marks=pytest.mark.slow),
     ],

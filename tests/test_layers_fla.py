@@ -194,10 +194,12 @@ def test_gdn_grouped_heads_and_padding_mask():
     check(compare("gdn", mask=padding((5, 0), (0, 3))))
 
 
+@pytest.mark.slow
 def test_gdn_negative_eigenvalues_without_convolution_and_gate():
     check(compare("gdn", allow_neg_eigval=True, use_short_conv=False, use_gate=False))
 
 
+@pytest.mark.slow
 def test_kda_grouped_heads():
     check(compare("kda"))
 
