@@ -165,12 +165,14 @@ class StudyMerge:
     """Directories of studies, or their study.json."""
     directory: Path
     """Where the merged study goes; an earlier study there is replaced."""
+    other_versions: bool = False
+    """Take parts that ran under other versions of packages, as long as their float32 models score the same."""
 
     def run(self) -> None:
         from jlaqat.study_merge import merge_studies
         from jlaqat.study_report import print_report
 
-        print_report(merge_studies(self.parts, self.directory))
+        print_report(merge_studies(self.parts, self.directory, other_versions=self.other_versions))
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -25,11 +25,13 @@ AXES = ("formats", "roundings", "cadences", "error_feedback", "policies")
 """The fields of a StudyConfig that parts may differ in."""
 
 
-def merge_studies(parts: Sequence[str | Path], directory: str | Path) -> Record:
+def merge_studies(parts: Sequence[str | Path], directory: str | Path, *, other_versions: bool = False) -> Record:
     """Writes study.json and study.png of the whole study under `directory`; returns the record.
 
     parts: directories of studies or their study.json, two or more. Checkpoints stay where they are. The record's
-    `parts` says what each part ran, where and for how long.
+    `parts` says what each part ran, where, under which versions and for how long.
+    other_versions: parts may have run under other versions of Python and packages. Their float32 models must still
+    score the same, to the last bit.
 
     Raises ValueError, before anything is written, if the parts do not belong together (naming a difference), if a
     setting is in two of them, if the settings are not all of formats × roundings × cadences × error_feedback (naming
@@ -40,7 +42,7 @@ def merge_studies(parts: Sequence[str | Path], directory: str | Path) -> Record:
         raise ValueError(f"{len(paths)} parts given; merging takes two or more.")
     records = [load_record(path) for path in paths]
     for path, record in zip(paths[1:], records[1:]):
-        _check_same(paths[0], records[0], path, record)
+        _check_same(paths[0], records[0], path, record, but=("versions",) if other_versions else ())
     config = _whole_config([load_config(StudyConfig, record["config"]) for record in records])
     record = _join(config, paths, records)
     directory = Path(directory)
@@ -63,16 +65,18 @@ def _identity(record: Record) -> Record:
             if training["arm"] == arm:
                 identity[f"tokens of the {arm} training"] = training["token_sha256"]
                 identity[f"updates of the {arm} training"] = training["updates"]
+                identity[f"loss of the {arm} training"] = training["loss"]
         for score in record["scores"]:
             if score["arm"] == arm and score["setting"] is None:
                 identity[f"scores of arm {arm}"] = score["scores"]
+                identity[f"curve of arm {arm}"] = score["curve"]
     identity["tokens of QAT"] = sorted({tuple(t["token_sha256"]) for t in record["training"] if t["arm"] == "qat"})
     return identity
 
 
-def _check_same(first_path: Path, first: Record, path: Path, record: Record) -> None:
+def _check_same(first_path: Path, first: Record, path: Path, record: Record, *, but: tuple[str, ...]) -> None:
     mine, theirs = _identity(first), _identity(record)
-    for name in mine.keys() | theirs.keys():
+    for name in sorted((mine.keys() | theirs.keys()) - set(but)):
         if mine.get(name) != theirs.get(name):
             raise ValueError(
                 f"{path} and {first_path} differ in {name}: {theirs.get(name)!r} against {mine.get(name)!r}. Parts of "
@@ -136,5 +140,5 @@ def _join(config: StudyConfig, paths: Sequence[Path], records: Sequence[Record])
 def _part_entry(record: Record) -> Record:
     return {
         "settings": [setting["name"] for setting in record["settings"]],
-        **{key: record[key] for key in ("machine", "seconds", "seconds_scoring", "peak_memory_bytes")},
+        **{key: record[key] for key in ("machine", "versions", "seconds", "seconds_scoring", "peak_memory_bytes")},
     }

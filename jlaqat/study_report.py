@@ -121,7 +121,11 @@ def print_report(record: dict[str, Any], directory: Path | None = None, console:
     ]
     if parts := record.get("parts"):
         where = sorted({part["machine"]["processor"] for part in parts})
-        lines.append(f"merged from {len(parts)} parts, each with its own float32 training; on {', '.join(where)}")
+        mixed = any(part.get("versions") != parts[0].get("versions") for part in parts)
+        lines.append(
+            f"merged from {len(parts)} parts, each with its own float32 training; on {', '.join(where)}"
+            + (", under different versions of packages (the record's parts say which)" if mixed else "")
+        )
     many = len(record["restore"]) > _MAX_COLUMNS and all(restore["equal"] for restore in record["restore"])
     if many:
         lines.append(f"{len(record['restore'])} QAT models restored, every seed: scores equal to the last bit")

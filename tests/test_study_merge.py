@@ -107,6 +107,8 @@ def test_gain_over_control_is_a_share_of_its_cost():
         (lambda r: r["data"].update(eval_token_sha256="0"), "differ in data.eval_token_sha256"),
         (lambda r: r["scores"][0]["scores"].__setitem__(0, 0.1), "differ in scores of arm float32"),
         (lambda r: r["scores"][1]["scores"].__setitem__(2, 0.1), "differ in scores of arm control_float32"),
+        (lambda r: r["scores"][0]["curve"].__setitem__(5, 0.1), "differ in curve of arm float32"),
+        (lambda r: r["training"][0]["loss"].__setitem__(3, 0.1), "differ in loss of the float32 training"),
         (lambda r: r["training"][1]["token_sha256"].__setitem__(0, "0"), "differ in tokens of the control training"),
         (lambda r: r["training"][2]["token_sha256"].__setitem__(0, "0"), "differ in tokens of QAT"),
     ],
@@ -117,6 +119,16 @@ def test_parts_of_different_studies_are_refused(parts, tmp_path, edit, words):
     with pytest.raises(ValueError, match=words):
         merge_studies(homes, tmp_path / "whole")
     assert not (tmp_path / "whole").exists()
+
+
+def test_other_versions_are_taken_where_asked_and_recorded(parts, tmp_path):
+    homes, change = parts
+    change(lambda r: r["versions"].update(flax="0.0.1"))
+    whole = merge_studies(homes, tmp_path / "whole", other_versions=True)
+    assert [p["versions"]["flax"] for p in whole["parts"]] == [DEMO["versions"]["flax"], "0.0.1"]
+    change(lambda r: r["scores"][0]["scores"].__setitem__(0, 0.1))
+    with pytest.raises(ValueError, match="differ in scores of arm float32"):
+        merge_studies(homes, tmp_path / "whole", other_versions=True)
 
 
 def test_a_setting_given_twice_is_refused(parts, tmp_path):
