@@ -1,13 +1,16 @@
 """Times the delta rule, forward and forward + backward, on one GPU: ours, jla and FLA, as docs/performance.md shows it.
 
-    python3 benchmarks/bench_kernels.py --jobs 14                        # everything: targets, matrix, sweep over T
+    python3 benchmarks/bench_kernels.py --jobs 12                        # everything
     python3 benchmarks/bench_kernels.py --stages targets --gates gdn     # a part; rows that are there are skipped
     python3 benchmarks/bench_kernels.py --shapes 2x4096x8 --quants plain # other shapes: BxTxH, BxTxHxD, BxTx16g32xD
 
 `ms` is device time by the profiler: the time in which a kernel, copy or fill of the call runs, of 15 queued calls the
-median, least and most. `queued_ms` is the host's clock over 20 queued calls. Rows go to --out one by one; a run that is
-cut short, or has a --budget, is called again and takes the rest. With --jobs, processes compile side by side and wait
-for each other before they time, one at a time, alone on the GPU.
+median, least and most. `queued_ms` is the host's clock over 20 queued calls. `compile_s` is there for the first row of
+a process, while `compiling` processes worked. Rows go to --out one by one; a run that is cut short, or has a --budget,
+is called again and takes the rest.
+
+With --jobs, processes compile side by side and time one at a time, alone on the GPU but for what XLA tries out while it
+compiles. With --time-after, they only compile at first: other work may then use the GPU.
 
 Needs jax-triton, jax-linear-attention (jla) and, for FLA, torch and fla-core; launch parameters of FLA come from
 benchmarks/fla_configs (fla_configs.py), since its own search takes minutes. A call that a backend refuses is a row with
@@ -19,8 +22,10 @@ from __future__ import annotations
 import argparse
 import datetime
 import os
+import queue
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -29,17 +34,16 @@ import kernel_rows
 from kernel_rows import Row
 
 RESULTS = Path(__file__).parent / "results" / "performance_h200.json"
-GPU_BYTES = 140e9
-COMPILE_SHARE = 0.6  # of the budget
+HELD = 5  # rows that a process compiles ahead
 
 
-def planned(args: argparse.Namespace, stage: str | None, done: set[Row]) -> list[Row]:
+def planned(args: argparse.Namespace, stage: str | None) -> list[Row]:
     """The rows of a stage, or of --shapes, that were asked for, without those that are there."""
     if stage is None:
-        quants = {backend: kernel_rows.QUANTS_OF[backend] for backend in kernel_rows.BACKENDS}
+        quants = kernel_rows.COMPARED | kernel_rows.XLA | {"triton": kernel_rows.QUANTS}
         rows = kernel_rows.rows_of(args.shapes.split(","), quants, kernel_rows.PASSES)
     else:
-        rows = kernel_rows.STAGES[stage]()
+        rows = kernel_rows.STAGES[stage]
     kept = {
         "backend": args.backends,
         "gate": args.gates,
@@ -50,40 +54,60 @@ def planned(args: argparse.Namespace, stage: str | None, done: set[Row]) -> list
     return [
         row
         for row in rows
-        if row not in done
-        and all(getattr(row, name) in chosen.split(",") for name, chosen in kept.items())
+        if all(getattr(row, name) in chosen.split(",") for name, chosen in kept.items())
         and kernel_rows.identity(row.fields()) not in present
     ]
 
 
-def measure(rows: list[Row], out: Path, deadline: float) -> None:
-    """Compiles all rows, then times them, in this process. Rows that come too late are left for another run."""
+def work(out: Path, jobs: int, time_after: float, deadline: float) -> None:
+    """One process: asks for rows, compiles them, and times them once it is time to. Clocks are time.time()."""
     import kernel_calls
 
-    began, prepared = time.monotonic(), []
-    with device_time.gpu_lock(exclusive=False):
-        for row in rows:
-            if time.monotonic() - began > COMPILE_SHARE * (deadline - began):
-                break
-            try:
-                prepared.append((row, kernel_calls.prepare(row)))
-            except Exception as error:  # a peer that refuses a shape is a row that says so
-                prepared.append((row, error))
-    about = {"machine": machine_name(rows[0].backend), "date": str(datetime.date.today())}
-    for row, call in prepared:
+    held: list[tuple[Row, object, float | None]] = []
+    first, more = True, True
+    while more or held:
+        if more and time.time() < time_after and len(held) < HELD or not held:
+            row = ask()
+            more = row is not None
+            if row is not None:
+                held.append((row, *prepare(row, first)))
+                first = False
+            continue
+        if time.time() < time_after:
+            time.sleep(max(0.0, time_after - time.time()))
+        row, call, compile_s = held.pop(0)
         with device_time.gpu_lock(exclusive=True):
-            if time.monotonic() > deadline:
-                break
+            if time.time() > deadline:
+                return
             try:
                 if isinstance(call, Exception):
                     raise call
                 found = call.measure() | {"versions": kernel_calls.version_of(*call.packages)}
+                found |= {"compile_s": compile_s, "compiling": jobs} if compile_s else {}
             except Exception as error:
                 found = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
-            row_found = row.fields() | found | about
-            kernel_rows.append(out, row_found)
-        shown = {k: v for k, v in row_found.items() if k in ("ms", "ms_min", "queued_ms", "error")}
-        print(*row.fields().values(), *(f"{k}={v}" for k, v in shown.items()), flush=True)
+            about = {"machine": machine_name(row.backend), "date": str(datetime.date.today())}
+            kernel_rows.append(out, row.fields() | found | about)
+        shown = {k: v for k, v in found.items() if k in ("ms", "ms_min", "ms_max", "queued_ms", "compile_s", "error")}
+        print(*row.fields().values(), *(f"{k}={v}" for k, v in shown.items()), file=sys.stderr, flush=True)
+
+
+def ask() -> Row | None:
+    """The next row from the process that hands them out; None if there is none."""
+    print("next", flush=True)
+    line = sys.stdin.readline().strip("\n")
+    return Row.parse(line) if line else None
+
+
+def prepare(row: Row, first: bool) -> tuple[object, float | None]:
+    """The compiled call, or why there is none, and the seconds where nothing of it could have been compiled before."""
+    import kernel_calls
+
+    try:
+        call = kernel_calls.prepare(row)
+        return call, round(call.compile_s, 1) if first else None
+    except Exception as error:  # a peer that refuses a shape is a row that says so
+        return error, None
 
 
 def machine_name(backend: str) -> str:
@@ -96,28 +120,45 @@ def machine_name(backend: str) -> str:
     return jax.devices()[0].device_kind
 
 
-def run_in_processes(rows: list[Row], args: argparse.Namespace, deadline: float) -> None:
-    shares = kernel_rows.spread(rows, args.jobs)
-    workers = []
-    for share in shares:
-        # Memory is set aside as JAX does for its users, who have one process.
-        fraction = min(0.4, max(0.03, max(row.memory for row in share) / GPU_BYTES))
-        memory = {"XLA_PYTHON_CLIENT_PREALLOCATE": "true", "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{fraction:.3f}"}
-        command = [sys.executable, __file__, "--worker", "--out", str(args.out)]
-        command += ["--budget", str(max(1.0, deadline - time.monotonic()))]
-        worker = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, env=os.environ | memory)
-        assert worker.stdin is not None
-        worker.stdin.write("\n".join(row.text() for row in share))
-        worker.stdin.close()
-        workers.append(worker)
-    for worker in workers:
+def run_in_processes(rows: list[Row], args: argparse.Namespace, time_after: float, deadline: float) -> None:
+    """Hands rows to processes as they ask: FLA's to one of their own, as PyTorch keeps memory."""
+    waiting: dict[bool, queue.SimpleQueue[Row]] = {True: queue.SimpleQueue(), False: queue.SimpleQueue()}
+    for row in rows:
+        waiting[row.backend == "fla"].put(row)
+    counts = {is_fla: min(queued.qsize(), 1 if is_fla else args.jobs) for is_fla, queued in waiting.items()}
+    command = [sys.executable, __file__, "--worker", "--out", str(args.out), "--jobs", str(sum(counts.values()))]
+    command += ["--clock", str(time_after), str(deadline)]
+
+    def serve(queued: queue.SimpleQueue[Row]) -> None:
+        environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | os.environ  # processes share the GPU
+        worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+        assert worker.stdin is not None and worker.stdout is not None
+        for line in worker.stdout:
+            if line != "next\n":
+                print(line, end="")
+                continue
+            late = time.time() > deadline or queued.empty()
+            try:
+                text = "" if late else queued.get_nowait().text()
+            except queue.Empty:
+                text = ""
+            worker.stdin.write(text + "\n")
+            worker.stdin.flush()
         worker.wait()
+
+    threads = [threading.Thread(target=serve, args=(waiting[f],)) for f, count in counts.items() for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=RESULTS, help="JSON file; rows are added to it")
-    parser.add_argument("--stages", default=",".join(kernel_rows.STAGES), help="of targets, matrix, sweep")
+    parser.add_argument(
+        "--stages", default=",".join(kernel_rows.STAGES), help=f"of {', '.join(kernel_rows.STAGES)}; the order counts"
+    )
     parser.add_argument("--shapes", help="these shapes instead of the stages'")
     parser.add_argument("--backends", default=",".join(kernel_rows.BACKENDS))
     parser.add_argument("--gates", default=",".join(kernel_rows.GATES))
@@ -126,21 +167,21 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="measure rows that are there too, and replace them")
     parser.add_argument("--jobs", type=int, default=1, help="processes that compile side by side")
     parser.add_argument("--budget", type=float, default=3600, help="seconds; what does not fit is left out")
+    parser.add_argument("--time-after", type=float, default=0, help="seconds in which rows are only compiled")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--clock", type=float, nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    deadline = time.monotonic() + args.budget
     if args.worker:
-        return measure([Row.parse(line) for line in sys.stdin.read().splitlines()], args.out, deadline)
-    done: set[Row] = set()
+        return work(args.out, args.jobs, *args.clock)
+    began = time.time()
+    rows: dict[Row, None] = {}
     for stage in [None] if args.shapes else args.stages.split(","):
-        rows = planned(args, stage, done)
-        print(f"{stage or args.shapes}: {len(rows)} rows", flush=True)
-        if rows:
-            run_in_processes(rows, args, deadline)
-        done.update(rows)  # with --again, the targets are not measured once more as rows of the matrix
+        rows |= dict.fromkeys(planned(args, stage))
+    print(f"{len(rows)} rows", flush=True)
+    run_in_processes(list(rows), args, began + args.time_after, began + args.budget)
     present = set(map(kernel_rows.identity, kernel_rows.load(args.out)))
-    missing = sum(kernel_rows.identity(row.fields()) not in present for row in done)
-    print(f"{args.out}: {missing} of {len(done)} rows are still missing")
+    missing = sum(kernel_rows.identity(row.fields()) not in present for row in rows)
+    print(f"{args.out}: {missing} of {len(rows)} rows are missing")
 
 
 if __name__ == "__main__":

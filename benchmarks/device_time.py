@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 LOCK = os.path.join(tempfile.gettempdir(), "jlaqat-benchmark-gpu.lock")
-PROFILED, QUEUED, BLOCKS = 15, 20, 5
+PROFILED, QUEUED, BLOCKS = 15, 20, 3
 BLOCK_MS = 250  # slow calls are repeated less often
 
 
@@ -42,7 +42,7 @@ class DeviceTime:
 
 @contextlib.contextmanager
 def gpu_lock(*, exclusive: bool) -> Iterator[None]:
-    """Shared while compiling, exclusive while timing: whoever times waits until nobody compiles or times."""
+    """Exclusive for timing; shared for what may run beside its like but would disturb whoever times."""
     with open(LOCK, "w") as f:
         fcntl.flock(f, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
         yield
@@ -138,7 +138,7 @@ def queued_ms(call: Callable[[], Any], wait: Callable[[Any], Any]) -> float:
     """Milliseconds a call by the host's clock, `QUEUED` calls queued and then waited for; the median of some blocks."""
     calls = repeats(call, wait, QUEUED)
     times = []
-    for _ in range(BLOCKS if calls == QUEUED else 2):
+    for _ in range(BLOCKS):
         start = time.perf_counter()
         for _ in range(calls):
             out = call()

@@ -10,6 +10,7 @@ in the format that FLA reads (FLA_CONFIG_DIR), where sequence lengths are not pa
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import itertools
 import json
@@ -30,26 +31,39 @@ SHAPES = ("8x4096x16", "8x4096x16x64", "4x4096x8x256")
 
 
 def search(gate: str, shape: str, shard: int, shards: int) -> None:
-    """Runs forward and backward. shards > 1: compiles its share of the configurations only and times none."""
+    """Runs forward and backward. shards > 1: compiles its share of the configurations and launches no kernel."""
     os.environ["FLA_CACHE_MODE"], os.environ["FLA_CACHE_RESULTS"] = "disabled", "0"
     from triton.runtime.autotuner import Autotuner
+    from triton.runtime.jit import JITFunction
+    from triton.testing import do_bench
 
+    bench, launch, counter = Autotuner._bench, JITFunction.run, itertools.count()
+
+    def timed(self: Any, *args: Any, config: Any, **meta: Any) -> list[float]:
+        if shards == 1:
+            self.do_bench = functools.partial(do_bench, warmup=10, rep=40)
+        elif next(counter) % shards == shard:
+            self.do_bench = lambda kernel_call, quantiles: [kernel_call() and 1.0] * 3
+        else:
+            return [float("inf")] * 3
+        return bench(self, *args, config=config, **meta)
+
+    def compiled(self: Any, *args: Any, grid: Any, warmup: bool, **meta: Any) -> Any:
+        return launch(self, *args, grid=grid, warmup=True, **meta)
+
+    Autotuner._bench = timed
     if shards > 1:
-        counter = itertools.count()
-        bench = Autotuner._bench
-
-        def once(self: Any, *args: Any, config: Any, **meta: Any) -> list[float]:
-            if next(counter) % shards != shard:
-                return [float("inf")] * 3
-            self.do_bench = lambda kernel_call, quantiles: [kernel_call() or 1.0] * 3
-            return bench(self, *args, config=config, **meta)
-
-        Autotuner._bench = once
+        JITFunction.run = compiled
     import kernel_calls
 
-    kernel_calls.FlaCall(Row("fla", gate, shape, "plain", "fwd+bwd"))
-    if shards == 1:
-        save()
+    row = Row("fla", gate, shape, "plain", "fwd+bwd")
+    if shards > 1:
+        kernel_calls.FlaCall(row)
+        return
+    kernel_calls.fla_operation(gate)  # imports
+    with device_time.gpu_lock(exclusive=True):
+        kernel_calls.FlaCall(row)
+    save()
 
 
 def save() -> None:
@@ -89,24 +103,22 @@ def run(jobs: list[tuple[str, str, int, int]]) -> None:
 def main() -> None:
     if sys.argv[1:2] == ["--worker"]:
         gate, shape, shard, shards = sys.argv[2:]
-        alone = shards == "1"
-        if alone:
-            with device_time.gpu_lock(exclusive=True):
-                return search(gate, shape, 0, 1)
         return search(gate, shape, int(shard), int(shards))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gates", default=",".join(GATES))
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--part", choices=("compile", "search"), help="one of the two parts alone")
     args = parser.parse_args()
     wanted = [(gate, shape) for shape in args.shapes.split(",") for gate in args.gates.split(",")]
     shards = max(2, args.jobs // len(wanted))
     start = time.monotonic()
-    run([(gate, shape, shard, shards) for gate, shape in wanted for shard in range(shards)])
-    print(f"compiled after {time.monotonic() - start:.0f} s", flush=True)
-    for gate, shape in wanted:
+    if args.part != "search":
+        run([(gate, shape, shard, shards) for gate, shape in wanted for shard in range(shards)])
+        print(f"compiled after {time.monotonic() - start:.0f} s", flush=True)
+    for gate, shape in wanted if args.part != "compile" else []:
         run([(gate, shape, 0, 1)])
-    print(f"searched after {time.monotonic() - start:.0f} s: {len(list(FOLDER.glob('*.json')))} kernels in {FOLDER}")
+        print(f"{gate} {shape}: searched after {time.monotonic() - start:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

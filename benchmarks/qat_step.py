@@ -52,18 +52,19 @@ class Size:
     vocab: int = 32_000
     batch: int = 8
     tokens: int = 2048
-    queued: int = 8  # steps a block, fewer where they would take longer than BLOCK_S
+    queued: int = 8  # steps a block, fewer where they would take longer than block_s
     blocks: int = 3
+    block_s: float = BLOCK_S
     remat: bool = False  # layers are computed again in the backward
 
 
 SMOKE = Size(layers=2, hidden=32, heads=2, head_dim=16, vocab=64, batch=2, tokens=70, queued=2, blocks=2)
 
 
-def measure(size: Size, gate: str, quant: str, backend: str) -> dict[str, Any]:
+def measure(size: Size, gate: str, quant: str, backend: str, time_after: float = 0.0) -> dict[str, Any]:
     """A row: speed, memory, compile time and the losses, which tell whether two backends train alike."""
-    with device_time.gpu_lock(exclusive=False):
-        compiled, state, batch, found = prepare(size, gate, quant, backend)
+    compiled, state, batch, found = prepare(size, gate, quant, backend)
+    time.sleep(max(0.0, time_after - time.time()))
     with device_time.gpu_lock(exclusive=True):
         return found | timed(size, compiled, state, batch)
 
@@ -112,7 +113,7 @@ def timed(size: Size, compiled: Any, state: Any, batch: Any) -> dict[str, Any]:
         start = time.perf_counter()
         state, metrics = compiled(state, batch)
         losses.append(float(metrics["loss"]))
-    queued = min(size.queued, max(1, int(BLOCK_S / (time.perf_counter() - start))))
+    queued = min(size.queued, max(1, int(size.block_s / (time.perf_counter() - start))))
     times = []
     for _ in range(size.blocks):
         start = time.perf_counter()
@@ -136,10 +137,10 @@ def timed(size: Size, compiled: Any, state: Any, batch: Any) -> dict[str, Any]:
     }
 
 
-def row(size: Size, gate: str, quant: str, backend: str) -> dict[str, Any]:
+def row(size: Size, gate: str, quant: str, backend: str, time_after: float) -> dict[str, Any]:
     found: dict[str, Any] = {"model": gate, "quant": quant, "backend": backend}
     try:
-        found |= measure(size, gate, quant, backend)
+        found |= measure(size, gate, quant, backend, time_after)
     except Exception as error:  # a row that runs out of memory says so, and the others still run
         found["error"] = f"{type(error).__name__}: {str(error)[:300]}"
     versions = {name: importlib.metadata.version(name) for name in ("jax", "flax", "optax")}
@@ -213,13 +214,15 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, help="tokens a sequence")
     parser.add_argument("--remat", action="store_true", help="compute layers again in the backward")
     parser.add_argument("--jobs", type=int, default=8, help="rows that compile at once")
+    parser.add_argument("--block-s", type=float, help=f"seconds of a timed block, about ({BLOCK_S:g})")
+    parser.add_argument("--time-after", type=float, default=0.0, help="seconds in which rows are only compiled")
     parser.add_argument("--row", help=argparse.SUPPRESS)
     args = parser.parse_args()
     size = SMOKE if args.smoke else Size()
-    given = {name: value for name in ("batch", "tokens", "remat") if (value := getattr(args, name))}
+    given = {name: value for name in ("batch", "tokens", "remat", "block_s") if (value := getattr(args, name))}
     size = dataclasses.replace(size, **given)
     if args.row:
-        print(json.dumps(row(size, *args.row.split(":"))))
+        print(json.dumps(row(size, *args.row.split(":"), args.time_after)))
         return
     pairs = args.rows or ("plain:xla,state+w fp8:xla" if args.smoke else DEFAULT_ROWS)
     settings = [(gate, *pair.split(":")) for gate in args.gates.split(",") for pair in pairs.split(",")]
@@ -228,8 +231,8 @@ def main() -> None:
         parser.error(f"--rows: {unknown[0]!r} is not one of {', '.join(RECIPES)}")
     out = args.out or (None if args.smoke else Path(os.environ.get("OUT", Path(__file__).parent / "results")))
     path = out if out is None or out.suffix == ".json" else out / "qat_step.json"
-    arguments = ["--smoke"] * args.smoke + [f"--{k}={v}" for k, v in given.items() if k != "remat"]
-    arguments += ["--remat"] * args.remat
+    arguments = ["--smoke"] * args.smoke + [f"--{k.replace('_', '-')}={v}" for k, v in given.items() if k != "remat"]
+    arguments += ["--remat"] * args.remat + [f"--time-after={time.time() + args.time_after}"]
     found: list[dict[str, Any]] = []
     earlier = json.loads(path.read_text()) if path is not None and path.exists() else []
     for new in rows(settings, arguments, args.jobs):

@@ -32,7 +32,6 @@ class Results:
         self.rows = _load(folder / "performance_h200.json") or []
         self.ceilings = _load(folder / "ceilings_h200.json")
         self.counters = _load(folder / "counters_h200.json") or []
-        self.compiling = _load(folder / "compile_h200.json") or []
         self.steps = _load(folder / "qat_step_h200.json") or []
         self.curves = _load(folder / "train_curve_h200.json") or []
         self._by_name = {(r["gate"], r["pass"], r["shape"], r["backend"], r["quant"]): r for r in self.rows}

@@ -8,7 +8,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from kernel_rows import GATES, SWEEP, SWEEP_QUANTS, TARGET_SHAPES
+from kernel_rows import COMPARED, GATES, SWEEP, TARGET_SHAPES
 from report_data import COLUMNS, NAMES, ROUNDED, Results, shown_shape
 
 BOTH = "fwd+bwd"
@@ -31,7 +31,7 @@ def time_against_tokens(results: Results, path: Path) -> None:
     figure, axes = plt.subplots(1, len(GATES), figsize=(11, 4.2), sharey=True)
     drawn = False
     for axis, gate in zip(axes, GATES):
-        for backend, quants in SWEEP_QUANTS.items():
+        for backend, quants in COMPARED.items():
             for quant in quants:
                 points = [(int(s.split("x")[1]), results.ms(gate, BOTH, s, backend, quant)) for s in SWEEP]
                 points = [(t, ms) for t, ms in points if ms is not None]

@@ -1,12 +1,13 @@
 """Loss curves of `jlaqat train` with rounded states and w: do the kernels train as the xla backend does?
 
-    python3 benchmarks/train_curve.py --jobs 8      # one NVIDIA GPU; four runs a gate, under three minutes on an H200
-    python3 benchmarks/train_curve.py --smoke       # on a CPU: does it run? (kernels are left out there)
+    python3 benchmarks/train_curve.py --jobs 8                        # eight runs, most of whose time is compiling
+    python3 benchmarks/train_curve.py --runs "xla float32"            # one of them; what the file has of others stays
+    python3 benchmarks/train_curve.py --smoke                         # on a CPU: does it run? Kernels are left out
 
-Each run is the command line's own, on the text of Python's standard library: the same data in the same order. Runs of a
-gate differ in the backend of the recurrence alone (triton, xla; bfloat16), and, for a scale of what a difference means,
-in the activations' dtype (xla, float32) and in the seed of the weights (xla, seed 1). The distance between two curves
-is the mean absolute difference of their losses, smoothed over 20 steps, after the warm-up.
+Each run is the command line's own, on the text files in --text (this repository's docs): the same data in the same
+order. Runs of a gate differ in the backend of the recurrence alone (triton, xla; bfloat16), and, for a scale of what a
+difference means, in the activations' dtype (xla, float32) and in the seed of the weights (xla, seed 1). The distance
+between two curves is the mean absolute difference of their losses, smoothed over 20 steps, after the warm-up.
 
 Writes losses and distances to benchmarks/results/train_curve_h200.json and a plot beside it.
 """
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,17 +38,18 @@ RUNS = {
 REFERENCE = "xla bf16"
 
 
-def overrides(gate: str, run: dict[str, Any], steps: int, smoke: bool) -> list[str]:
+def overrides(gate: str, run: dict[str, Any], text: str, steps: int, smoke: bool) -> list[str]:
     size = {"hidden_size": 32, "num_layers": 1, "num_heads": 1, "head_dim": 16, "intermediate_size": 64}
     if not smoke:
-        size = {"hidden_size": 256, "num_layers": 4, "num_heads": 4, "head_dim": 64, "intermediate_size": 512}
+        size = {"hidden_size": 128, "num_layers": 2, "num_heads": 2, "head_dim": 64, "intermediate_size": 256}
     values = {
         **{f"model.{name}": value for name, value in size.items()},
         "model.pattern": f"[{gate}]",
         "model.backend": run["backend"],
         "model.dtype": run["dtype"],
-        "data.batch_size": 2 if smoke else 16,
-        "data.seq_len": 70 if smoke else 512,
+        "data.paths": f"[{text}]",
+        "data.batch_size": 2 if smoke else 8,
+        "data.seq_len": 70 if smoke else 256,
         "quant": "state_w_fp8",
         "seed": run["seed"],
         "steps": steps,
@@ -60,10 +63,18 @@ def overrides(gate: str, run: dict[str, Any], steps: int, smoke: bool) -> list[s
 
 def start(gate: str, run: dict[str, Any], folder: Path, args: argparse.Namespace) -> subprocess.Popen:
     command = [sys.executable, "-m", "jlaqat.cli", "train", "--config", "train/stdlib_hybrid_fp8"]
-    command += ["--directory", str(folder), *overrides(gate, run, args.steps, args.smoke)]
+    command += ["--directory", str(folder), *overrides(gate, run, args.text, args.steps, args.smoke)]
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     with folder.with_suffix(".log").open("w") as log:
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+
+
+def about() -> dict[str, Any]:
+    """What the runs ran on, asked of a process of its own: this one leaves the GPU to them."""
+    code = "import jax; print(jax.devices()[0].device_kind)"
+    machine = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    versions = {name: importlib.metadata.version(name) for name in ("jax", "flax", "optax")}
+    return {"machine": machine, "date": str(datetime.date.today()), "versions": versions}
 
 
 def losses_of(folder: Path) -> list[float]:
@@ -87,9 +98,10 @@ def distance(a: list[float], b: list[float]) -> float:
     return sum(abs(x - y) for x, y in pairs) / len(pairs)
 
 
-def run_all(args: argparse.Namespace) -> list[dict[str, Any]]:
-    wanted = [(gate, name) for gate in args.gates.split(",") for name in RUNS if not args.smoke or "xla bf16" in name]
-    rows, waiting, going = [], list(wanted), []
+def run_all(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Rows as the runs end."""
+    names = ["xla bf16", "xla bf16, seed 1"] if args.smoke else args.runs or list(RUNS)
+    waiting, going = [(gate, name) for gate in args.gates.split(",") for name in names], []
     with tempfile.TemporaryDirectory() as root:
         while waiting or going:
             while waiting and len(going) < args.jobs:
@@ -104,18 +116,19 @@ def run_all(args: argparse.Namespace) -> list[dict[str, Any]]:
                     raise RuntimeError(f"{gate}, {name} ended with status {process.returncode}:\n{log[-2000:]}")
                 losses = losses_of(folder)
                 row = {"gate": gate, "run": name, **RUNS[name], "quant": "state+w fp8", "steps": args.steps}
+                row |= about()
                 row |= {"held_out": held_out(folder), "seconds": round(time.monotonic() - began, 1)}
-                rows.append(row | {"losses": [round(x, 5) for x in losses]})
+                yield row | {"losses": [round(x, 5) for x in losses]}
                 print(gate, name, f"last {losses[-1]:.4f}, held out {row['held_out']}", flush=True)
             time.sleep(0.2)
-    return sorted(rows, key=lambda row: wanted.index((row["gate"], row["run"])))
 
 
 def add_distances(rows: list[dict[str, Any]]) -> None:
-    """`distance`: of each curve from the gate's xla curve in bfloat16."""
+    """`distance`: of each curve from the gate's xla curve in bfloat16, if that is there."""
     references = {row["gate"]: row["losses"] for row in rows if row["run"] == REFERENCE}
     for row in rows:
-        row["distance"] = round(distance(row["losses"], references[row["gate"]]), 5)
+        reference = references.get(row["gate"])
+        row["distance"] = None if reference is None else round(distance(row["losses"], reference), 5)
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
@@ -142,28 +155,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=RESULTS / "train_curve_h200.json")
     parser.add_argument("--gates", default="gdn,kda")
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--runs", action="append", choices=list(RUNS), help="repeat for several; all unless given")
+    parser.add_argument("--text", default=str(RESULTS.parents[1] / "docs"), help="folder of text files")
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--jobs", type=int, default=1, help="runs at once")
     parser.add_argument("--smoke", action="store_true", help="a tiny model, on xla, written nowhere")
     args = parser.parse_args()
     if args.smoke:
         args.steps = min(args.steps, 60)
-    rows = run_all(args)
-    add_distances(rows)
+    rows = json.loads(args.out.read_text()) if args.out.exists() and not args.smoke else []
+    for new in run_all(args):
+        rows = [row for row in rows if (row["gate"], row["run"]) != (new["gate"], new["run"])] + [new]
+        rows.sort(key=lambda row: (row["gate"], list(RUNS).index(row["run"])))
+        add_distances(rows)
+        if not args.smoke:  # after each run: what is cut short keeps what it has
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            args.out.write_text("[\n" + ",\n".join(" " + json.dumps(row) for row in rows) + "\n]\n")
     for row in rows:
-        print(f"{row['gate']:4} {row['run']:18} distance from {REFERENCE}: {row['distance']:.4f}")
-    if args.smoke:
-        return
-    import jax
-
-    about = {
-        "machine": jax.devices()[0].device_kind,
-        "date": str(datetime.date.today()),
-        "versions": {name: importlib.metadata.version(name) for name in ("jax", "flax", "optax")},
-    }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text("[\n" + ",\n".join(" " + json.dumps(row | about) for row in rows) + "\n]\n")
-    plot(rows, args.out.with_suffix(".png"))
+        print(f"{row['gate']:4} {row['run']:18} on {row['machine']}, distance from {REFERENCE}: {row['distance']}")
+    if not args.smoke:
+        plot(rows, args.out.with_suffix(".png"))
 
 
 if __name__ == "__main__":
