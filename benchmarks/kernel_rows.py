@@ -83,8 +83,7 @@ STAGES = {
     "shapes": rows_of(OTHER_SHAPES, KERNELS, PASSES),
     "sweep": rows_of(SWEEP, KERNELS, PASSES[1:]),
     "settings": rows_of(ALL_SHAPES, {"triton": QUANTS}, PASSES),
-    "xla": rows_of(ALL_SHAPES, {"xla": QUANTS_OF["xla"]}, PASSES)
-    + rows_of(SWEEP, {"xla": COMPARED["xla"]}, PASSES[1:]),
+    "xla": rows_of(ALL_SHAPES, XLA, PASSES) + rows_of(SWEEP, {"xla": COMPARED["xla"]}, PASSES[1:]),
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kernel_rows import COMPARED, GATES, OTHER_SHAPES, SWEEP, TARGET_SHAPES
+from kernel_rows import ALL_SHAPES, COMPARED, GATES, SWEEP, TARGET_SHAPES
 from report_data import COLUMNS, DASH, NAMES, ROUNDED, Results, number, ratio, shown_shape, table
 
 BOTH = "fwd+bwd"
@@ -108,7 +108,7 @@ def _compile_target(results: Results) -> list[str]:
 def times(results: Results, gate: str, direction: str) -> str:
     lines = [
         [shown_shape(shape), *(_cell(results, gate, direction, shape, *column) for column in COLUMNS)]
-        for shape in TARGET_SHAPES + OTHER_SHAPES
+        for shape in ALL_SHAPES
     ]
     return _table(["", *COLUMNS.values()], [line for line in lines if set(line[1:]) != {DASH}])
 
