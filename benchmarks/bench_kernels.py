@@ -30,6 +30,8 @@ import time
 from pathlib import Path
 
 import device_time
+import fla_configs
+import kernel_calls
 import kernel_rows
 from kernel_rows import Row
 
@@ -61,8 +63,6 @@ def planned(args: argparse.Namespace, stage: str | None) -> list[Row]:
 
 def work(out: Path, jobs: int, time_after: float, deadline: float) -> None:
     """One process: asks for rows, compiles them, and times them once it is time to. Clocks are time.time()."""
-    import kernel_calls
-
     held: list[tuple[Row, object, float | None]] = []
     first, more = True, True
     while more or held:
@@ -101,11 +101,9 @@ def ask() -> Row | None:
 
 def prepare(row: Row, first: bool) -> tuple[object, float | None]:
     """The compiled call, or why there is none, and the seconds where nothing of it could have been compiled before."""
-    import kernel_calls
-
     try:
         call = kernel_calls.prepare(row)
-        return call, round(call.compile_s, 1) if first else None
+        return call, round(call.compile_s, 1) if first and row.backend != "fla" else None
     except Exception as error:  # a peer that refuses a shape is a row that says so
         return error, None
 
@@ -127,7 +125,7 @@ def run_in_processes(rows: list[Row], args: argparse.Namespace, time_after: floa
         waiting[row.backend == "fla"].put(row)
     counts = {is_fla: min(queued.qsize(), 1 if is_fla else args.jobs) for is_fla, queued in waiting.items()}
     command = [sys.executable, __file__, "--worker", "--out", str(args.out), "--jobs", str(sum(counts.values()))]
-    command += ["--clock", str(time_after), str(deadline)]
+    command += ["--clock", str(time_after), str(deadline), *["--search-fla"] * args.search_fla]
 
     def serve(queued: queue.SimpleQueue[Row]) -> None:
         environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | os.environ  # processes share the GPU
@@ -168,11 +166,17 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="processes that compile side by side")
     parser.add_argument("--budget", type=float, default=3600, help="seconds; what does not fit is left out")
     parser.add_argument("--time-after", type=float, default=0, help="seconds in which rows are only compiled")
+    parser.add_argument(
+        "--search-fla", action="store_true", help="FLA searches; see fla_configs.py. With --backends fla"
+    )
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--clock", type=float, nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        return work(args.out, args.jobs, *args.clock)
+        if args.search_fla:
+            fla_configs.search_quickly()
+        work(args.out, args.jobs, *args.clock)
+        return fla_configs.save() if args.search_fla else None
     began = time.time()
     rows: dict[Row, None] = {}
     for stage in [None] if args.shapes else args.stages.split(","):

@@ -1,10 +1,12 @@
-"""Finds FLA's launch parameters once, so that its rows of the benchmark need no search of minutes.
+"""FLA's launch parameters: its own search, made short by compiling in many processes, and kept in a folder.
 
-    python3 benchmarks/fla_configs.py --jobs 14 [--shapes 8x4096x16,8x4096x16x64] [--gates gdn,kda]
+    python3 benchmarks/fla_configs.py --jobs 14 [--shapes 8x4096x16,1x8192x16] [--gates gdn,kda]
+    python3 benchmarks/bench_kernels.py --backends fla --stages targets --search-fla
 
-Processes compile FLA's configurations side by side, each its share of them (Triton's cache on disk is shared). Then one
-process per gate and shape runs FLA's own search, whose compiling is done. What it chose goes to benchmarks/fla_configs,
-in the format that FLA reads (FLA_CONFIG_DIR), where sequence lengths are not part of the key.
+The first command compiles: a few processes a gate, each its share of the configurations, no kernel launched; Triton's
+cache on disk has them all then. The second one searches (FLA times every configuration), which now takes seconds, and
+writes what was chosen to benchmarks/fla_configs, in the format that FLA reads (FLA_CONFIG_DIR). Later runs need
+neither: sequence lengths are not part of FLA's keys, and where no entry fits, the first of a kernel's file serves.
 """
 
 from __future__ import annotations
@@ -21,49 +23,53 @@ import time
 from pathlib import Path
 from typing import Any
 
-import device_time
-from kernel_rows import GATES, Row
+from kernel_rows import GATES, TARGET_SHAPES, Row
 
 FOLDER = Path(__file__).parent / "fla_configs"
-# FLA's keys hold numbers of heads and head sizes. Where no entry fits, the first of the file serves: other numbers of
-# heads take what was found for 16.
-SHAPES = ("8x4096x16", "8x4096x16x64", "4x4096x8x256")
 
 
-def search(gate: str, shape: str, shard: int, shards: int) -> None:
-    """Runs forward and backward. shards > 1: compiles its share of the configurations and launches no kernel."""
+def no_configs() -> None:
+    """FLA searches; call before importing it."""
     os.environ["FLA_CACHE_MODE"], os.environ["FLA_CACHE_RESULTS"] = "disabled", "0"
+
+
+def search_quickly() -> None:
+    """Every configuration is timed for 40 ms instead of 100."""
+    no_configs()
+    from triton.runtime.autotuner import Autotuner
+    from triton.testing import do_bench
+
+    bench = Autotuner._bench
+
+    def quick(self: Any, *args: Any, config: Any, **meta: Any) -> list[float]:
+        self.do_bench = functools.partial(do_bench, warmup=10, rep=40)
+        return bench(self, *args, config=config, **meta)
+
+    Autotuner._bench = quick
+
+
+def compile_share(gate: str, shapes: list[str], shard: int, shards: int) -> None:
+    """Goes through forward and backward of the shapes; compiles every `shards`-th configuration, launches nothing."""
+    no_configs()
     from triton.runtime.autotuner import Autotuner
     from triton.runtime.jit import JITFunction
-    from triton.testing import do_bench
 
     bench, launch, counter = Autotuner._bench, JITFunction.run, itertools.count()
 
-    def timed(self: Any, *args: Any, config: Any, **meta: Any) -> list[float]:
-        if shards == 1:
-            self.do_bench = functools.partial(do_bench, warmup=10, rep=40)
-        elif next(counter) % shards == shard:
-            self.do_bench = lambda kernel_call, quantiles: [kernel_call() and 1.0] * 3
-        else:
+    def compile_mine(self: Any, *args: Any, config: Any, **meta: Any) -> list[float]:
+        if next(counter) % shards != shard:
             return [float("inf")] * 3
+        self.do_bench = lambda kernel_call, quantiles: [kernel_call() and 1.0] * 3
         return bench(self, *args, config=config, **meta)
 
-    def compiled(self: Any, *args: Any, grid: Any, warmup: bool, **meta: Any) -> Any:
+    def only_compile(self: Any, *args: Any, grid: Any, warmup: bool, **meta: Any) -> Any:
         return launch(self, *args, grid=grid, warmup=True, **meta)
 
-    Autotuner._bench = timed
-    if shards > 1:
-        JITFunction.run = compiled
+    Autotuner._bench, JITFunction.run = compile_mine, only_compile
     import kernel_calls
 
-    row = Row("fla", gate, shape, "plain", "fwd+bwd")
-    if shards > 1:
-        kernel_calls.FlaCall(row)
-        return
-    kernel_calls.fla_operation(gate)  # imports
-    with device_time.gpu_lock(exclusive=True):
-        kernel_calls.FlaCall(row)
-    save()
+    for shape in shapes:
+        kernel_calls.FlaCall(Row("fla", gate, shape, "plain", "fwd+bwd"))
 
 
 def save() -> None:
@@ -91,34 +97,25 @@ def save() -> None:
         path.write_text(json.dumps(head | known, indent=1) + "\n")
 
 
-def run(jobs: list[tuple[str, str, int, int]]) -> None:
+def main() -> None:
+    if sys.argv[1:2] == ["--worker"]:
+        gate, shapes, shard, shards = sys.argv[2:]
+        return compile_share(gate, shapes.split(","), int(shard), int(shards))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gates", default=",".join(GATES))
+    parser.add_argument("--shapes", default=",".join(TARGET_SHAPES))
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    args = parser.parse_args()
+    gates, start = args.gates.split(","), time.monotonic()
+    shards = max(1, args.jobs // len(gates))
     workers = [
-        subprocess.Popen([sys.executable, __file__, "--worker", gate, shape, str(shard), str(shards)])
-        for gate, shape, shard, shards in jobs
+        subprocess.Popen([sys.executable, __file__, "--worker", gate, args.shapes, str(shard), str(shards)])
+        for gate in gates
+        for shard in range(shards)
     ]
     for worker in workers:
         worker.wait()
-
-
-def main() -> None:
-    if sys.argv[1:2] == ["--worker"]:
-        gate, shape, shard, shards = sys.argv[2:]
-        return search(gate, shape, int(shard), int(shards))
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gates", default=",".join(GATES))
-    parser.add_argument("--shapes", default=",".join(SHAPES))
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--part", choices=("compile", "search"), help="one of the two parts alone")
-    args = parser.parse_args()
-    wanted = [(gate, shape) for shape in args.shapes.split(",") for gate in args.gates.split(",")]
-    shards = max(2, args.jobs // len(wanted))
-    start = time.monotonic()
-    if args.part != "search":
-        run([(gate, shape, shard, shards) for gate, shape in wanted for shard in range(shards)])
-        print(f"compiled after {time.monotonic() - start:.0f} s", flush=True)
-    for gate, shape in wanted if args.part != "compile" else []:
-        run([(gate, shape, 0, 1)])
-        print(f"{gate} {shape}: searched after {time.monotonic() - start:.0f} s", flush=True)
+    print(f"compiled after {time.monotonic() - start:.0f} s")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import importlib.metadata
 import json
 import os
@@ -69,6 +70,7 @@ def start(gate: str, run: dict[str, Any], folder: Path, args: argparse.Namespace
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
 
 
+@functools.cache
 def about() -> dict[str, Any]:
     """What the runs ran on, asked of a process of its own: this one leaves the GPU to them."""
     code = "import jax; print(jax.devices()[0].device_kind)"
