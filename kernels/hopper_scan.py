@@ -1,4 +1,7 @@
-"""The two scans over chunks for SM90, in Gluon: K = 128, 16-bit inputs. What they compute is told in chunk_state.py.
+"""The scans over chunks for SM90, in Gluon: K = 128, 16-bit inputs. What they compute is told in chunk_state.py.
+
+The forward one is that of an unrounded state. With a rounding between its products it took longer than chunk_state.py's
+(docs/kernels.md).
 
 They work on transposed states. S^T [V, K] is the result of one product and the left operand of the next, and so is
 v'^T [V, 64]: both stay in registers, and nothing on the way from one state to the next goes through memory. The right
@@ -16,10 +19,8 @@ from jlaqat.kernels.hopper_tiles import (
     async_load,
     commit_group,
     decode,
-    e4m3_scale,
     fetch_rows,
     locate_sequence,
-    magnitude_bits,
     offsets_of,
     store_rows,
     wait_group,
@@ -74,26 +75,12 @@ def decode_w(m_from, m_to, m_scale, FORMAT: gl.constexpr, SCALED: gl.constexpr, 
 
 
 @gluon.jit
-def store_state(smem, p, V: gl.constexpr, AS_CODES: gl.constexpr, layout: gl.constexpr):
-    """A program's columns of a state; AS_CODES: E4M3's values, one byte each."""
+def store_state(smem, p, V: gl.constexpr, layout: gl.constexpr):
+    """A program's columns of a state."""
     ROWS: gl.constexpr = layout.threads_per_warp[0] * layout.warps_per_cta[0]
     _, offsets = offsets_of(smem, V, layout)
     for i in gl.static_range(smem.shape[0] // ROWS):
-        b = smem.slice(i * ROWS, ROWS, 0).load(layout)
-        if AS_CODES:
-            b = b.to(gl.float32).to(gl.float8e4nv).to(gl.uint8, bitcast=True)
-        gl.store(p + i * ROWS * V + offsets, b)
-
-
-@gluon.jit
-def round_state(b_s, STATE_FORMAT: gl.constexpr):
-    """(codes float32, their scale); the state and 1 where nothing rounds."""
-    if STATE_FORMAT == "none":
-        return b_s, gl.to_tensor(1.0)
-    else:
-        gl.static_assert(STATE_FORMAT == "e4m3")
-        s, r = e4m3_scale(gl.max(gl.max(magnitude_bits(b_s), axis=1), axis=0).to(gl.float32, bitcast=True))
-        return (b_s * r).to(gl.float8e4nv).to(gl.float32), s
+        gl.store(p + i * ROWS * V + offsets, smem.slice(i * ROWS, ROWS, 0).load(layout))
 
 
 @gluon.jit
@@ -106,7 +93,6 @@ def fetch_forward(
     HV: gl.constexpr,
     V: gl.constexpr,
     IS_KDA: gl.constexpr,
-    WRITE_O: gl.constexpr,
     W_FORMAT: gl.constexpr,
     STAGES: gl.constexpr,
     MEM_W: gl.constexpr,
@@ -128,9 +114,8 @@ def fetch_forward(
     fetch_gates(m_g.index(s), p_g, row, n_rows, i_hv, state + i * HV, HV, K, IS_KDA, WARPS)
     fetch_rows(m_u.index(s), p_u, row, n_rows, i_hv, i_v, HV, V, MEM64)
     fetch_rows(m_k.index(s), p_k, row, n_rows, i_h, 0, HK, K, MEM128)
-    if WRITE_O:
-        fetch_rows(m_q.index(s), p_q, row, n_rows, i_h, 0, HK, K, MEM128)
-        fetch_rows(m_p.index(s), p_p, row, n_rows, i_hv, 0, HV, 64, MEM64)
+    fetch_rows(m_q.index(s), p_q, row, n_rows, i_h, 0, HK, K, MEM128)
+    fetch_rows(m_p.index(s), p_p, row, n_rows, i_hv, 0, HV, 64, MEM64)
     commit_group()
 
 
@@ -147,8 +132,6 @@ def chunk_state_forward_kernel(
     p_sequences,
     p_o,
     p_final,
-    p_h,
-    p_h_scale,
     scale,
     T,
     NT,
@@ -159,9 +142,6 @@ def chunk_state_forward_kernel(
     IS_KDA: gl.constexpr,
     IS_PACKED: gl.constexpr,
     HAS_INITIAL: gl.constexpr,
-    WRITE_O: gl.constexpr,
-    SAVE_H: gl.constexpr,
-    STATE_FORMAT: gl.constexpr,
     W_FORMAT: gl.constexpr,
     STAGES: gl.constexpr,  # chunks in shared memory, the one worked on included
 ):
@@ -178,7 +158,6 @@ def chunk_state_forward_kernel(
     MEM64: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     MEM_W: gl.constexpr = MEM128 if W_FORMAT == "none" else gl.BlockedLayout([1, 16], [4, 8], [WARPS, 1], [1, 0])
     TILES: gl.constexpr = (V + BV - 1) // BV
-    Q_STAGES: gl.constexpr = STAGES if WRITE_O else 1
 
     pid = gl.program_id(0)
     i_v = (pid % TILES) * BV
@@ -188,16 +167,15 @@ def chunk_state_forward_kernel(
     i_c, row, n_total = locate_sequence(p_sequences, i_n, T, NT, IS_PACKED)
     m_o = gl.allocate_shared_memory(DTYPE, [64, BV], TILE)  # o on its way out
     if i_n >= N:  # rows past cu_seqlens
-        if WRITE_O:
-            m_o.store(gl.zeros([64, BV], DTYPE, layout=MEM64))
-            for start in range(0, n_total, 64):
-                store_rows(m_o, p_o, row + start, n_total - start, i_hv, i_v, HV, V, MEM64)
+        m_o.store(gl.zeros([64, BV], DTYPE, layout=MEM64))
+        for start in range(0, n_total, 64):
+            store_rows(m_o, p_o, row + start, n_total - start, i_hv, i_v, HV, V, MEM64)
         return
 
     m_k = gl.allocate_shared_memory(DTYPE, [STAGES, 64, K], TILE)
     m_u = gl.allocate_shared_memory(DTYPE, [STAGES, 64, BV], TILE)
-    m_q = gl.allocate_shared_memory(DTYPE, [Q_STAGES, 64, K], TILE)
-    m_p = gl.allocate_shared_memory(DTYPE, [Q_STAGES, 64, 64], TILE)
+    m_q = gl.allocate_shared_memory(DTYPE, [STAGES, 64, K], TILE)
+    m_p = gl.allocate_shared_memory(DTYPE, [STAGES, 64, 64], TILE)
     m_g = gl.allocate_shared_memory(gl.float32, [STAGES, K if IS_KDA else 64], LINE)
     m_gates = gl.allocate_shared_memory(gl.float32, [4, 64], LINE)  # of an even chunk and of an odd one
     if W_FORMAT == "none":
@@ -207,8 +185,6 @@ def chunk_state_forward_kernel(
         m_w = gl.allocate_shared_memory(gl.uint8, [STAGES, 64, K], BYTES)
         m_ws = gl.allocate_shared_memory(gl.float32, [STAGES, 64], LINE)
         m_wd = gl.allocate_shared_memory(DTYPE, [64, K], TILE)
-    if SAVE_H:
-        m_h = gl.allocate_shared_memory(DTYPE, [K, BV], TILE)  # the state on its way out
     n_chunks = (n_total + 63) // 64
     state = i_c.to(gl.int64) * HV + i_hv
     sequence = (i_n.to(gl.int64) * HV + i_hv) * (K * V)
@@ -219,14 +195,13 @@ def chunk_state_forward_kernel(
         b_s = gl.load(p_initial + sequence + o_state)
     else:
         b_s = gl.zeros([BV, K], gl.float32, layout=STATE)
-    b_c, b_scale = round_state(b_s, STATE_FORMAT)
     b_zero = gl.zeros([BV, 64], gl.float32, layout=VALUE)
 
     tiles = (m_k, m_u, m_q, m_p, m_g, m_w, m_ws)
     pointers = (p_k, p_u, p_q, p_p, p_g, p_w, p_w_scale)
     place = (row, n_total, state, i_h, i_hv, i_v)
     for i in gl.static_range(STAGES - 1):
-        fetch_forward(tiles, pointers, place, i, HK, HV, V, IS_KDA, WRITE_O, W_FORMAT, STAGES, MEM_W, WARPS)
+        fetch_forward(tiles, pointers, place, i, HK, HV, V, IS_KDA, W_FORMAT, STAGES, MEM_W, WARPS)
     wait_group(STAGES - 2)
     if W_FORMAT != "none":
         decode_w(m_w.index(0), m_wd, m_ws.index(0), W_FORMAT, False, MEM128)
@@ -237,49 +212,34 @@ def chunk_state_forward_kernel(
     for i in range(n_chunks):
         stage = i % STAGES
         parity = i % 2 * 2
-        if STATE_FORMAT == "none":
-            gl.barrier()  # between the fence of each warp and the products of all; a rounding has one of its own
-        b_h = b_c.to(DTYPE)
-        b_left = gl.convert_layout(b_h, LEFT_STATE)
+        gl.barrier()  # between the fence of each warp and the products of all
+        b_left = gl.convert_layout(b_s.to(DTYPE), LEFT_STATE)
         if W_FORMAT == "none":
             t_w = warpgroup_mma(b_left, m_w.index(stage).permute((1, 0)), b_zero, use_acc=False, is_async=True)
         else:
             t_w = warpgroup_mma(b_left, m_wd.permute((1, 0)), b_zero, use_acc=False, is_async=True)
-        if WRITE_O:
-            t_q = warpgroup_mma(b_left, m_q.index(stage).permute((1, 0)), b_zero, use_acc=False, is_async=True)
-        # While they run: the output of the chunk before and the state leave, a later chunk is on its way.
+        t_q = warpgroup_mma(b_left, m_q.index(stage).permute((1, 0)), b_zero, use_acc=False, is_async=True)
+        # While they run: a later chunk is on its way, the output of the chunk before leaves.
         later = i + STAGES - 1
-        fetch_forward(tiles, pointers, place, later, HK, HV, V, IS_KDA, WRITE_O, W_FORMAT, STAGES, MEM_W, WARPS)
-        if SAVE_H:
-            m_h.permute((1, 0)).store(b_h)
-        if WRITE_O and i > 0:
+        fetch_forward(tiles, pointers, place, later, HK, HV, V, IS_KDA, W_FORMAT, STAGES, MEM_W, WARPS)
+        if i > 0:
             store_rows(m_o, p_o, row + (i - 1) * 64, 64, i_hv, i_v, HV, V, MEM64)
-        if SAVE_H:
-            slot = state + i * HV
-            store_state(m_h, p_h + slot * (K * V) + i_v, V, STATE_FORMAT != "none", MEM64)
-            if STATE_FORMAT != "none":
-                gl.store(p_h_scale + slot * TILES + i_v // BV, b_scale)
         b_u = m_u.index(stage).permute((1, 0)).load(VALUE).to(gl.float32)
-        if WRITE_O:
-            b_w, b_left = warpgroup_mma_wait(1, [t_w, b_left])
-        else:
-            b_w, b_left = warpgroup_mma_wait(0, [t_w, b_left])
+        b_w, b_left = warpgroup_mma_wait(1, [t_w, b_left])
         if W_FORMAT == "none":
-            b_v = b_u - b_w * b_scale
+            b_v = b_u - b_w
         else:
-            b_v = b_u - b_w * (m_ws.index(stage).load(TOKEN) * b_scale)[None, :]
-        # The scale joins the decay, so that codes become the decayed state by one multiplication.
+            b_v = b_u - b_w * m_ws.index(stage).load(TOKEN)[None, :]
         if IS_KDA:
-            b_s = b_c * (m_g.index(stage).load(gl.SliceLayout(0, STATE)) * b_scale)[None, :]
+            b_s = b_s * m_g.index(stage).load(gl.SliceLayout(0, STATE))[None, :]
             b_end = b_v.to(DTYPE)
         else:
-            b_s = b_c * (gl.exp(last_of(m_g.index(stage), WARPS)) * b_scale)
+            b_s = b_s * gl.exp(last_of(m_g.index(stage), WARPS))
             b_end = (b_v * m_gates.index(parity).load(TOKEN)[None, :]).to(DTYPE)
         b_end = gl.convert_layout(b_end, LEFT_VALUE)
         t_s = warpgroup_mma(b_end, m_k.index(stage), b_s, is_async=True)
-        if WRITE_O:
-            b_vl = gl.convert_layout(b_v.to(DTYPE), LEFT_STATE)
-            t_p = warpgroup_mma(b_vl, m_p.index(stage).permute((1, 0)), b_zero, use_acc=False, is_async=True)
+        b_vl = gl.convert_layout(b_v.to(DTYPE), LEFT_STATE)
+        t_p = warpgroup_mma(b_vl, m_p.index(stage).permute((1, 0)), b_zero, use_acc=False, is_async=True)
         # While they run: the next chunk's w and gates.
         wait_group(STAGES - 2)
         following = (i + 1) % STAGES
@@ -288,23 +248,15 @@ def chunk_state_forward_kernel(
         if not IS_KDA:
             prepare_gates(m_g.index(following), m_gates.index(2 - parity), m_gates.index(3 - parity), scale, WARPS)
         fence_async_shared()
-        old_scale = b_scale
-        if WRITE_O:
-            b_s, b_q, b_end = warpgroup_mma_wait(1, [t_s, t_q, b_end])
-        else:
-            b_s, b_end = warpgroup_mma_wait(0, [t_s, b_end])
-        b_c, b_scale = round_state(b_s, STATE_FORMAT)
-        if WRITE_O:
-            b_p, b_vl = warpgroup_mma_wait(0, [t_p, b_vl])
-            if IS_KDA:
-                b_o = b_q * old_scale + b_p
-            else:
-                b_o = b_q * (m_gates.index(parity + 1).load(TOKEN) * old_scale)[None, :] + b_p
-            m_o.permute((1, 0)).store(b_o.to(DTYPE))
-    if WRITE_O and n_chunks > 0:
+        b_s, b_q, b_end = warpgroup_mma_wait(1, [t_s, t_q, b_end])
+        b_p, b_vl = warpgroup_mma_wait(0, [t_p, b_vl])
+        if not IS_KDA:
+            b_q = b_q * m_gates.index(parity + 1).load(TOKEN)[None, :]
+        m_o.permute((1, 0)).store((b_q + b_p).to(DTYPE))
+    if n_chunks > 0:
         store_rows(m_o, p_o, row + (n_chunks - 1) * 64, n_total - (n_chunks - 1) * 64, i_hv, i_v, HV, V, MEM64)
     wait_group(0)
-    gl.store(p_final + sequence + o_state, b_c * b_scale)
+    gl.store(p_final + sequence + o_state, b_s)
 
 
 @gluon.jit
@@ -451,7 +403,7 @@ def chunk_state_backward_kernel(
             HK, HV, V, IS_KDA, W_FORMAT, STAGES, MEM_V, MEM_W, WARPS,
         )  # fmt: skip
         m_s.permute((1, 0)).store(b_h)
-        store_state(m_s, p_dh + (state + i * HV) * (K * V) + i_v, V, False, MEM_V)
+        store_state(m_s, p_dh + (state + i * HV) * (K * V) + i_v, V, MEM_V)
         b_k, b_p, b_left, b_do = warpgroup_mma_wait(1, [t_k, t_p, b_left, b_do])
         if not IS_KDA:
             b_k = b_k * m_gates.index(0).load(gl.SliceLayout(0, VALUE))[None, :]

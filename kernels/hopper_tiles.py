@@ -18,7 +18,6 @@ wait_group = async_copy.wait_group
 TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))  # operands of products: 16 bits an element, rows of 128 bytes
 BYTES = gl.constexpr(gl.SwizzledSharedLayout(16, 1, 1, [1, 0]))  # codes
 LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))  # one number a token
-TINY = gl.constexpr(1.1754943508222875e-38)  # smallest normal float32
 
 
 @gluon.jit
@@ -126,17 +125,3 @@ def decode(byte, FORMAT: gl.constexpr):
     else:
         gl.static_assert(FORMAT == "e4m3")
         return byte.to(gl.float8e4nv, bitcast=True).to(gl.float32)
-
-
-@gluon.jit
-def magnitude_bits(x):
-    """As rounding.magnitude_bits."""
-    return x.to(gl.int32, bitcast=True) & 0x7FFFFFFF
-
-
-@gluon.jit
-def e4m3_scale(amax):
-    """(s, r) of one number: as rounding.compute_scale for E4M3."""
-    s = gl.div_rn(amax, gl.to_tensor(448.0))
-    s = gl.where(s < TINY, 1.0, s)
-    return s, gl.div_rn(gl.to_tensor(1.0), s)

@@ -47,8 +47,8 @@ def _scan_forward(
     call: Call, intra: dict[str, Any], p_sequences: Any, *, write_o: bool, save_h: bool, save_v: bool
 ) -> dict[str, Any]:
     """intra: p_qg, p_kg (q and k themselves for GDN), p_w, p_w_scale, p_u, p_p and p_gate (G, or e^(G_L) for KDA)."""
-    if pipeline_hopper.takes_state(call) and not save_v:
-        return pipeline_hopper.scan_forward(call, intra, p_sequences, write_o=write_o, save_h=save_h)
+    if pipeline_hopper.takes_state(call, write_o=write_o, save_h=save_h, save_v=save_v):
+        return pipeline_hopper.scan_forward(call, intra, p_sequences)
     _, _, _, hv, k, v = call.sizes
     width, bk = call.state_width, power_of_two(k)
     knobs = call.tuning.state

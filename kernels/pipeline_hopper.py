@@ -6,15 +6,15 @@ from typing import Any
 
 from jlaqat.kernels import hopper_chunk, hopper_scan
 from jlaqat.kernels.call import Call, Residuals
-from jlaqat.kernels.launch import UNUSED, Buffer, Launch, dtype_name
+from jlaqat.kernels.launch import Buffer, Launch, dtype_name
 
-STATE_BLOCK = 64  # columns of a state's tile that the forward scan rounds
+STATE_BLOCK = 64  # columns of a program of the forward scan
 
 
-def takes_state(call: Call) -> bool:
-    """Whether the forward scan has a kernel here: V in blocks of 64, the state unrounded or in E4M3 tiles so wide."""
-    served = (call.state_format, call.tile_v) == ("e4m3", STATE_BLOCK) or call.state_format == "none"
-    return call.on_hopper and served and call.sizes[5] % STATE_BLOCK == 0 and call.tuning.hopper_state is not None
+def takes_state(call: Call, *, write_o: bool, save_h: bool, save_v: bool) -> bool:
+    """Whether the forward scan has a kernel here: an unrounded state, V in blocks of 64, o and nothing else wanted."""
+    served = call.on_hopper and call.tuning.hopper_state is not None and call.sizes[5] % STATE_BLOCK == 0
+    return served and call.state_format == "none" and (write_o, save_h, save_v) == (True, False, False)
 
 
 def takes_reverse(call: Call) -> bool:
@@ -28,17 +28,15 @@ def takes_chunk(call: Call) -> bool:
     return call.on_hopper and call.sizes[5] == 128 and call.tuning.hopper_chunk is not None
 
 
-def scan_forward(call: Call, intra: dict[str, Any], p_sequences: Any, *, write_o: bool, save_h: bool) -> dict[str, Any]:
-    """As `pipeline._scan_forward`; no v'."""
+def scan_forward(call: Call, intra: dict[str, Any], p_sequences: Any) -> dict[str, Any]:
+    """As `pipeline._scan_forward`, of an unrounded state: p_o and p_final."""
     _, _, _, hv, _, v = call.sizes
     knobs = call.tuning.hopper_state
     assert knobs is not None
-    rounded = call.state_format != "none"
     initial = call.inputs.initial_state
-    blocks = v // STATE_BLOCK
     launch = Launch(
         kernel=hopper_scan.chunk_state_forward_kernel,
-        grid=(call.n_sequences + call.is_packed) * hv * blocks,
+        grid=(call.n_sequences + call.is_packed) * hv * (v // STATE_BLOCK),
         inputs={
             "p_q": intra["p_qg"],
             "p_k": intra["p_kg"],
@@ -50,18 +48,11 @@ def scan_forward(call: Call, intra: dict[str, Any], p_sequences: Any, *, write_o
             "p_initial": initial if initial is not None else intra["p_gate"],
             "p_sequences": p_sequences,
         },
-        outputs={
-            "p_o": call.by_row(hv, v) if write_o else UNUSED,
-            "p_final": call.sequence_states(),
-            "p_h": call.states("uint8" if rounded else call.dtype) if save_h else UNUSED,
-            "p_h_scale": Buffer((call.slots, hv, blocks), "float32") if save_h and rounded else UNUSED,
-        },
+        outputs={"p_o": call.by_row(hv, v), "p_final": call.sequence_states()},
         constants={
-            **call.dims("scale", "T", "NT", "N", "HK", "HV", "V", "IS_KDA", "IS_PACKED", "STATE_FORMAT"),
+            **call.dims("scale", "T", "NT", "N", "HK", "HV", "V", "IS_KDA", "IS_PACKED"),
             "W_FORMAT": call.w_format,
             "HAS_INITIAL": initial is not None,
-            "WRITE_O": write_o,
-            "SAVE_H": save_h,
             "STAGES": knobs.stages,
         },
         num_warps=knobs.warps,

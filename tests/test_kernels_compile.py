@@ -139,18 +139,19 @@ class Names:
         return {name: FakeArray(tuple(b.shape), b.dtype) for name, b in launch.outputs.items()}
 
 
-ALL_OWN = {"chunk_state_forward", "chunk_state_backward", "chunk_backward"}
+BACKWARD = {"chunk_state_backward", "chunk_backward"}
+ALL_OWN = {"chunk_state_forward", *BACKWARD}
 
 
 @pytest.mark.parametrize(
     "gate, quant, dtype, key_dim, value_dim, expected",
     [
-        ("gdn", FP8_BLOCK64, "bfloat16", 128, 128, ALL_OWN),
+        ("gdn", FP8_BLOCK64, "bfloat16", 128, 128, BACKWARD),  # the state is rounded
+        ("gdn", INT8, "bfloat16", 128, 128, BACKWARD),
         ("gdn", DeltaQuant(), "float16", 128, 128, ALL_OWN),
-        ("kda", FP8_BLOCK64, "bfloat16", 128, 128, ALL_OWN - {"chunk_backward"}),
-        ("gdn", FP8, "bfloat16", 128, 128, ALL_OWN - {"chunk_state_forward"}),  # tiles of 16 columns
-        ("gdn", INT8, "bfloat16", 128, 128, ALL_OWN - {"chunk_state_forward"}),
-        ("gdn", FP8_BLOCK64, "bfloat16", 128, 256, ALL_OWN - {"chunk_backward"}),
+        ("gdn", DeltaQuant(w=QuantSpec.fp8()), "bfloat16", 128, 256, ALL_OWN - {"chunk_backward"}),
+        ("kda", FP8_BLOCK64, "bfloat16", 128, 128, {"chunk_state_backward"}),
+        ("kda", DeltaQuant(), "bfloat16", 128, 128, ALL_OWN - {"chunk_backward"}),
         ("gdn", FP8_BLOCK64, "float32", 128, 128, set()),
         ("gdn", FP8_BLOCK64, "bfloat16", 64, 128, set()),
     ],
