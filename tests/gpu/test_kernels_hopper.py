@@ -70,3 +70,17 @@ def test_two_runs_are_equal_bit_for_bit():
     (_, first, *_), (_, second, *_) = (run_kernels(given, options) for _ in range(2))
     for name, x, y in zip(first._fields, first, second, strict=True):
         assert torch.equal(x, y), name
+
+
+@pytest.mark.parametrize(
+    "quant, many", [("none", True), ("none", False), ("state_w_fp8", True)], ids=["plain", "plain-few-heads", "fp8"]
+)
+def test_jax_and_the_bridge_give_equal_bits(quant, many):
+    """With the table's choice of kernels; jax-triton compiles Gluon by other passes than Triton does."""
+    from jlaqat.parity import ParityConfig, compare
+
+    sizes = dict(batch=5, heads=16) if many else dict(batch=1, heads=2)
+    report = compare(ParityConfig(fla=False, tokens=130, key_dim=128, quant=quant, **sizes))
+    assert report.sides["jax"] == "triton" and report.same_kernels
+    assert report.passed, (report.rows, report.missing)
+    assert all(row.equal_bits for row in report.rows)
