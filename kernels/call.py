@@ -20,6 +20,7 @@ SHARED_MEMORY = {
     103: 227,
     120: 99,
 }  # KiB a program, by architecture
+HOPPER_TRITON = (3, 9)  # jax-triton on Triton 3.7 fails to lower the forward scan (TritonGPURemoveLayoutConversions)
 STATE_FORMATS = ("e4m3", "int8")
 W_FORMATS = ("e4m3",)
 
@@ -292,14 +293,20 @@ def check_supported(quant: DeltaQuant) -> None:
 
 def options_for(capability: int, **fields: Any) -> Options:
     """Options of an architecture, 90 for SM90."""
-    shared = SHARED_MEMORY.get(capability, 99) * 1024
-    return Options(
-        hardware_fp8=capability >= 89,
-        architecture=capability,
-        shared_memory=shared,
-        hopper=capability == 90,
-        **fields,
-    )
+    given = {
+        "hardware_fp8": capability >= 89,
+        "architecture": capability,
+        "shared_memory": SHARED_MEMORY.get(capability, 99) * 1024,
+        "hopper": capability == 90 and triton_version() >= HOPPER_TRITON,
+    }
+    return Options(**given | fields)
+
+
+def triton_version() -> tuple[int, int]:
+    import triton
+
+    major, minor = triton.__version__.split(".")[:2]
+    return int(major), int(minor)
 
 
 def power_of_two(n: int) -> int:

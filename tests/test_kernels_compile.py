@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from jlaqat.kernels import pipeline
+from jlaqat.kernels import call, pipeline
 from jlaqat.kernels.aot import CompileRun, FakeArray, compile_pipeline
 from jlaqat.kernels.call import SHARED_MEMORY, Inputs, Options, UnsupportedByKernels, options_for
 from jlaqat.kernels.chunk_output import group_sum_kernel
@@ -162,9 +162,32 @@ def test_kernels_for_sm90_serve_where_they_can(gate, quant, dtype, key_dim, valu
     g = FakeArray((b, t, h, key_dim) if gate == "kda" else (b, t, h), "float32")
     inputs = Inputs(q, q, v, g, FakeArray((b, t, h), dtype))
     tuning = Tuning(hopper_state=Knobs(4, 3), hopper_reverse=Knobs(8, 2, bv=128), hopper_chunk=Knobs(8, registers=128))
-    for capability, names in ((90, expected), (100, set())):
+    for hopper, names in ((True, expected), (False, set())):
         run = Names()
-        options = options_for(capability, scale=1.0, quant=quant, tuning=tuning)
+        options = options_for(90, scale=1.0, quant=quant, tuning=tuning, hopper=hopper)
         out = pipeline.forward(run, inputs, options)
         pipeline.backward(run, inputs, out.residuals, v, FakeArray((1, h, key_dim, value_dim), "float32"), options)
         assert run.own == names
+
+
+def test_kernels_for_sm90_need_triton_3_9(monkeypatch):
+    for version, capability, expected in (((3, 9), 90, True), ((3, 7), 90, False), ((3, 9), 100, False)):
+        monkeypatch.setattr(call, "triton_version", lambda version=version: version)
+        assert options_for(capability, scale=1.0).hopper == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quant", [FP8_BLOCK64, DeltaQuant()], ids=["fp8", "plain"])
+def test_kernels_for_sm90_compile_and_fit(quant):
+    b, t, h = 8, 4096, 16
+    q, g = FakeArray((b, t, h, 128), "bfloat16"), FakeArray((b, t, h), "float32")
+    inputs = Inputs(q, q, q, g, FakeArray((b, t, h), "bfloat16"))
+    options = options_for(90, scale=1.0, quant=quant, hopper=True)
+    report: list = []
+    run = CompileRun(90, report)
+    out = pipeline.forward(run, inputs, options)
+    pipeline.backward(run, inputs, out.residuals, q, FakeArray((b, h, 128, 128), "float32"), options)
+    for kernel in report:
+        assert kernel.shared <= SHARED_MEMORY[90] * 1024 and kernel.stack <= 512, kernel
+    chunk = next(kernel for kernel in report if kernel.name == "chunk_backward")
+    assert chunk.registers <= 128 and 2 * (chunk.shared + 1024) <= 228 * 1024  # two programs a multiprocessor
