@@ -269,7 +269,6 @@ def launch_backward(
     if bounds is None:
         bounds = pipeline.Bounds(jnp.zeros(N, jnp.int32), jnp.full(N, T, jnp.int32))
     segments = -(-jnp.max(bounds.count, initial=0) // most) if ragged else -(-T // most)
-    padded = T if ragged else segments * most
     axes = all_varying_axes(tokens, entering, bounds, saved, do, dS)
 
     def entering_states(segment: Array) -> Any:
@@ -284,16 +283,6 @@ def launch_backward(
 
         return jax.tree.map(pick, entering.kept, saved)
 
-    def place(segment: Array, window: Any, whole: Array, part: Array) -> Array:
-        """The gradients of a segment [N, most, ...] in those of the call [B, padded, ...]."""
-        if not ragged:  # rows of no token come to lie past the end
-            return jax.lax.dynamic_update_slice_in_dim(whole, part, most * segment, axis=1)
-        t = jnp.arange(most, dtype=jnp.int32)
-        index = row[:, None] * T + window.first[:, None] + t
-        index = jnp.where(t < window.count[:, None], index, B * T)
-        flat = whole.reshape(B * T, *whole.shape[2:])
-        return flat.at[index].set(part, mode="drop").reshape(whole.shape)
-
     def body(i: Array, carry: Any):
         dS, gradients = carry
         segment = jnp.asarray(segments - 1 - i, jnp.int32)
@@ -303,12 +292,13 @@ def launch_backward(
         which: dict[str, Any] = dict(bounds=window, most=most)
         again = pipeline.forward(run, tokens, state, options, counters=entering.after(done), stride=1, **which)
         assert again.saved is not None
-        out = pipeline.backward(run, tokens, state, again.saved, do, dS, options, **which)
-        return out.state, tuple(place(segment, window, *pair) for pair in zip(gradients, out[:5]))
+        into = pipeline.Gradients(*gradients, state=None)
+        out = pipeline.backward(run, tokens, state, again.saved, do, dS, options, into=into, **which)
+        return out.state, tuple(out[:5])
 
-    zeros = tuple(vary_over(jnp.zeros((B, padded, *x.shape[2:]), jnp.float32), axes) for x in tokens)
+    zeros = tuple(vary_over(jnp.zeros(x.shape, jnp.float32), axes) for x in tokens)
     d_initial, gradients = jax.lax.fori_loop(0, segments, body, (vary_over(dS, axes), zeros))
-    return *(x[:, :T] for x in gradients), d_initial
+    return *gradients, d_initial
 
 
 def options_of(target: Target, policy: DecodePolicy, scale: float) -> Any:

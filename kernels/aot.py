@@ -190,6 +190,9 @@ def compile_recurrent(
             recurrent_pipeline.forward(run, operands, entering, options, **shared)
         out = recurrent_pipeline.forward(run, operands, entering, options, counters=counters, stride=1, **which)
         assert out.saved is not None
+        if packed:
+            each = [FakeArray(x.shape, "float32") for x in operands]
+            which["into"] = recurrent_pipeline.Gradients(*each, state=None)
         recurrent_pipeline.backward(run, operands, entering, out.saved, v, d_leaving, options, **which)
         return report
 

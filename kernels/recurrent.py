@@ -347,3 +347,33 @@ def recurrent_backward_kernel(
         row -= 1
         own -= 1
     tl.store(p_ds_in + o_s, b_ds, mask=m_s)
+
+
+@triton.jit
+def place_rows_kernel(
+    p_x,  # [N, LENGTH, PARTS, W] float32, rows of a sequence's own
+    p_first,  # [N] int32, see `rows_of`
+    p_count,
+    p_y,  # in place: [B, T, HEADS, W] float32; the rows of the sequences' tokens become sums over the parts of a head
+    T,
+    PER_ROW,
+    LENGTH,
+    HEADS: tl.constexpr,
+    PARTS: tl.constexpr,
+    W: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BW: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    blocks = tl.cdiv(LENGTH, BLOCK)
+    i_h = pid % HEADS
+    i_n = (pid // HEADS // blocks).to(tl.int64)
+    o_t = (pid // HEADS) % blocks * BLOCK + tl.arange(0, BLOCK)
+    o_w = tl.arange(0, BW)
+    i_b, first, count = rows_of(p_first, p_count, i_n, T, PER_ROW, True)
+    m = (o_t < count)[:, None] & (o_w < W)[None, :]
+    b = tl.zeros([BLOCK, BW], tl.float32)
+    for i in range(PARTS // HEADS):
+        part = i_h * (PARTS // HEADS) + i
+        b += tl.load(p_x + ((i_n * LENGTH + o_t)[:, None] * PARTS + part) * W + o_w[None, :], mask=m, other=0.0)
+    tl.store(p_y + ((i_b * T + first + o_t)[:, None] * HEADS + i_h) * W + o_w[None, :], b, mask=m)

@@ -79,9 +79,9 @@ class Options:
     scale: on q. state: how the state is rounded after every token, None for float32.
     read_stored: outputs read the state after its rounding, not before.
     hardware_fp8: use the E4M3 conversion of SM89 and newer; the arithmetic one gives the same bits.
-    width, warps: columns and warps of one program; None takes what was fastest (`benchmarks/bench_decode.py`). Tiles
-      and key rows leave no choice of width. Forward calls whose bits must agree need the same ones, as sums go over
-      other layouts otherwise.
+    width, warps, vector: columns and warps of one program, and codes that a thread loads at once; None takes what was
+      fastest (`benchmarks/bench_decode.py`). Tiles and key rows leave no choice of width. Forward calls whose bits must
+      agree need the same ones, as sums go over other layouts otherwise.
     """
 
     scale: float
@@ -171,12 +171,16 @@ class Call(NamedTuple):
             return spec.block_v
         if self.granularity == "key_row":
             return KEY_ROW
-        widths = {"float32": 64, "bfloat16": 32, "float16": 32}
-        return min(self.options.width or widths.get(self.format, 16), power_of_two(v))
+        return min(self.options.width or (64 if self.format == "float32" else 32), power_of_two(v))
 
-    @property
-    def vector(self) -> int:
-        return self.options.vector or 16
+    def vector(self, backward: bool = False) -> int:
+        """Codes that a thread loads at once.
+
+        The fewer columns it has side by side, the more rows, and the shorter a sum's way between threads; amax of key
+        rows, and what a backward sums over columns, are the other way round.
+        """
+        narrow = {"tile": 2 if self.width >= 64 else 4, "key_row": 8, "value_row": 2}.get(self.granularity, 16)
+        return self.options.vector or (16 if backward else narrow)
 
     def warps(self, states: int = 1) -> int:
         """By the elements that a thread holds of the `states` tiles a program works on."""
@@ -209,13 +213,13 @@ class Call(NamedTuple):
             "GRANULARITY": self.granularity,
             "READ_STORED": self.options.read_stored,
             "HARDWARE_FP8": self.options.hardware_fp8,
-            "VECTOR": self.vector,
+            "VECTOR": self.vector(),
         }
 
     def ragged(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Inputs and constants that say which tokens a sequence has."""
         first, count = (self.tokens.beta,) * 2 if self.bounds is None else self.bounds
-        per_row = self.sequences // self.sizes[0]
+        per_row = self.sequences // max(self.sizes[0], 1)
         return {"p_first": first, "p_count": count}, {"PER_ROW": per_row, "RAGGED": self.bounds is not None}
 
     def inputs(self, state: State) -> dict[str, Any]:
@@ -334,11 +338,13 @@ def backward(
     *,
     bounds: Bounds | None = None,
     most: int | None = None,
+    into: Gradients | None = None,
 ) -> Gradients:
     """Gradients of the tokens and of the entering states, straight through every rounding.
 
     state, bounds, most: as the forward got them (with bounds it must have had `most`); saved: what it saved at
-    `stride=1`. do: [B, T, HV, V]; d_leaving: [N, HV, K, V] float32.
+    `stride=1`. do: [B, T, HV, V]; d_leaving: [N, HV, K, V] float32. into: gradients of tokens [B, T, ...], float32, in
+    which those of the tokens that bounds say are written, in place, and which are returned.
     """
     call = Call(tokens, options, bounds, most)
     _check(call)
@@ -355,16 +361,20 @@ def backward(
             "p_ds": d_leaving,
         },
         outputs=call.parts(),
-        constants={**call.constants(), **constants, "LENGTH": call.length},
+        constants={**call.constants(), "VECTOR": call.vector(backward=True), **constants, "LENGTH": call.length},
         num_warps=call.warps(states=2),
         num_stages=1,
         fp_fusion=False,
     )
-    return gather(run, call, run(launch))
+    return gather(run, call, run(launch), into)
 
 
-def gather(run: Run, call: Call, out: dict[str, Any]) -> Gradients:
+def gather(run: Run, call: Call, out: dict[str, Any], into: Gradients | None = None) -> Gradients:
     """Gradients from what the programs of a backward wrote."""
+    if into is not None:
+        names = ("p_dq", "p_dk", "p_dv", "p_dg", "p_dbeta")
+        placed = [_place(run, call, out[name], x) for name, x in zip(names, into)]
+        return Gradients(*placed, state=out["p_ds_in"])
     _, _, h, hv, k, _ = call.sizes
     (n, t), parts = call.rows, hv * call.programs_v
     gates = (n, t, *call.tokens.g.shape[2:])
@@ -380,6 +390,30 @@ def gather(run: Run, call: Call, out: dict[str, Any]) -> Gradients:
         beta=whole(out["p_dbeta"], hv, 1, (n, t, hv)),
         state=out["p_ds_in"],
     )
+
+
+def _place(run: Run, call: Call, x: Any, into: Any) -> Any:
+    """[N, length, parts, ...] in the rows of [B, T, heads, ...] that `call.bounds` say, in place."""
+    heads, width, block = int(into.shape[2]), int(into.shape[3]) if len(into.shape) == 4 else 1, 16
+    inputs, constants = call.ragged()
+    launch = Launch(
+        kernel=recurrent.place_rows_kernel,
+        grid=call.sequences * -(-call.length // block) * heads,
+        inputs={"p_x": x, **inputs, "p_y": into},
+        outputs={},
+        in_place=("p_y",),
+        constants={
+            "T": call.sizes[1],
+            "PER_ROW": constants["PER_ROW"],
+            "LENGTH": call.length,
+            "HEADS": heads,
+            "PARTS": int(x.shape[2]),
+            "W": width,
+            "BLOCK": block,
+            "BW": power_of_two(width),
+        },
+    )
+    return run(launch)["p_y"]
 
 
 def _sum_parts(run: Run, x: Any, rows: int, parts: int, heads: int, width: int) -> Any:

@@ -81,15 +81,21 @@ def stand_in_forward(run, tokens, state, options, *, bounds=None, counters=None,
     return pipeline.Output(o, after, saved)
 
 
-def stand_in_backward(run, tokens, state, saved, do, d_leaving, options, *, bounds=None, most=None):
-    h, K, hv = *tokens.q.shape[2:], tokens.v.shape[2]
+def stand_in_backward(run, tokens, state, saved, do, d_leaving, options, *, bounds=None, most=None, into=None):
+    (B, t, h, K), hv = tokens.q.shape, tokens.v.shape[2]
     seen.append((*tokens.q.shape[:3], hv))
     q, k, v, g, beta, do = (window(x, bounds, most) for x in (*tokens, do))
     kept = saved.values.astype(jnp.float32).sum(-1)  # [n, t, hv, K]
     by_head = kept.reshape(*kept.shape[:2], h, hv // h, K).sum(3)
     do = do.sum(-1)
     dg = g * do.reshape(do.shape + (1,) * (g.ndim - 3))
-    return pipeline.Gradients(q * by_head, k * by_head, v * do[..., None], dg, beta * do, 2 * d_leaving)
+    gradients = [q * by_head, k * by_head, v * do[..., None], dg, beta * do]
+    if into is not None:
+        row = jnp.arange(bounds.first.shape[0]) // (bounds.first.shape[0] // B)
+        here = bounds.first[:, None] + jnp.arange(most)
+        here = jnp.where(jnp.arange(most) < bounds.count[:, None], here, t)
+        gradients = [x.at[row[:, None], here].set(y, mode="drop") for x, y in zip(into, gradients)]
+    return pipeline.Gradients(*gradients, 2 * d_leaving)
 
 
 seen: list[tuple[int, ...]] = []
@@ -308,7 +314,7 @@ def test_launches_of_layers_in_a_scan_with_checkpoint():
     for body, forwards in ((layer, 1), (jax.checkpoint(layer), 2)):
         with compile_for(90):
             names = kernel_names(jax.make_jaxpr(jax.grad(lambda x, body=body: layers(x, body)))(x).jaxpr)
-        assert names == ["recurrent_forward"] * forwards + BACKWARD[:2]
+        assert names == ["recurrent_forward"] * forwards + BACKWARD[:2] + ["place_rows"] * 5
 
 
 # ------------------------------------------------------------------ other platforms
