@@ -13,8 +13,9 @@ writes nothing else. `replay_forward_kernel` walks many tokens through the same 
 A program holds the columns i_v..i_v+BV of one state of one sequence and value head. Contraction is off at launch.
 
 Groups of arguments: ring = (k, r, g) pointers to [N, LENGTH, ...]; call = the same of this call's tokens, where later
-entries lie; at = (i_n, row, i_h, i_hv, o_k, o_v), row being the sequence's first token in `call`; window = (cursor,
-start), the number of entries and the token that would be the first one, negative while it lies in the ring.
+entries lie; at = (i_n, row), row being the sequence's first token in `call`; window = (cursor, start), the number of
+entries and the token that would be the first one, negative while it lies in the ring; dims = (H, HV, K, V, BK, BV,
+LENGTH, BL).
 
 Formulas: docs/decode.md (mode "replay").
 """
@@ -22,41 +23,94 @@ Formulas: docs/decode.md (mode "replay").
 import triton
 import triton.language as tl
 
-from jlaqat.kernels.kept_state import apply_scale, load_rounded, load_scales, round_state, store_rounded
+from jlaqat.kernels.kept_state import load_kept, load_rounded, load_scales, round_state, store_rounded
 from jlaqat.kernels.recurrent import load_token, rows_of, store_token_gradients
 from jlaqat.kernels.rounding import decode
 
 
 @triton.jit
-def entry(p_ring, p_call, o_i, start, at, LENGTH: tl.constexpr, ROW: tl.constexpr, IN_RING: tl.constexpr):
-    """Pointers to the rows of entries o_i, ROW elements each: in the ring, or with the call's tokens."""
-    i_n, row, i_h, i_hv, o_k, o_v = at
-    p = p_ring + (i_n * LENGTH + o_i) * ROW
+def load_either(p_ring, o_ring, p_call, o_call, m, later, IN_RING: tl.constexpr):
+    """Entries' elements where m, 0 elsewhere: in the ring, or (later) with the call's tokens.
+
+    Two loads and no choice of pointers, which would hide how they are aligned: the layout is that of the ring alone.
+    """
+    b = tl.load(p_ring + o_ring, mask=m if IN_RING else m & (later == 0), other=0.0)
     if IN_RING:
-        return p
+        return b.to(tl.float32)
     else:
-        return tl.where(start + o_i < 0, p, p_call + (row + start + o_i) * ROW)
+        return tl.where(later, tl.load(p_call + o_call, mask=m & later, other=0.0), b).to(tl.float32)
 
 
 @triton.jit
-def load_rows(
+def load_entries(
     p_ring,
     p_call,
-    o_i,
+    o_i,  # [n]
     m_i,
     i_head,
-    o,  # [width], columns
-    start,
+    first,
+    window,
     at,
     LENGTH: tl.constexpr,
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
     IN_RING: tl.constexpr,
 ):
-    """Columns o < WIDTH of entries o_i where m_i, 0 elsewhere: float32 [len(o_i), len(o)]."""
-    p = entry(p_ring, p_call, o_i, start, at, LENGTH, HEADS * WIDTH, IN_RING) + i_head * WIDTH
+    """Columns first.. of entries o_i where m_i, 0 elsewhere: float32 [n, BLOCK]."""
+    cursor, start = window
+    i_n, row = at
+    o = first + tl.arange(0, BLOCK)
+    o_ring = ((i_n * LENGTH + o_i) * HEADS + i_head) * WIDTH
+    o_call = ((row + start + o_i) * HEADS + i_head) * WIDTH
     m = m_i[:, None] & (o < WIDTH)[None, :]
-    return tl.load(p[:, None] + o[None, :], mask=m, other=0.0).to(tl.float32)
+    later = (start + o_i >= 0)[:, None]
+    return load_either(p_ring, o_ring[:, None] + o[None, :], p_call, o_call[:, None] + o[None, :], m, later, IN_RING)
+
+
+@triton.jit
+def load_block(
+    ring,
+    call,
+    block,
+    since,  # log decay from the entries after this block to the token: a number, for KDA [BK]
+    window,
+    at,
+    i_v,
+    i_h,
+    i_hv,
+    dims: tl.constexpr,
+    IS_KDA: tl.constexpr,
+    IN_RING: tl.constexpr,
+):
+    """(kd [BL, BK], r [BL, BV], the log decay from before the block) of entries block * BL and on."""
+    cursor, start = window
+    i_n, row = at
+    H: tl.constexpr = dims[0]
+    HV: tl.constexpr = dims[1]
+    K: tl.constexpr = dims[2]
+    V: tl.constexpr = dims[3]
+    BK: tl.constexpr = dims[4]
+    BV: tl.constexpr = dims[5]
+    LENGTH: tl.constexpr = dims[6]
+    BL: tl.constexpr = dims[7]
+    i = tl.arange(0, BL)
+    o_i = block * BL + i
+    m_i = o_i < cursor
+    b_k = load_entries(ring[0], call[0], o_i, m_i, i_h, 0, window, at, LENGTH, H, K, BK, IN_RING)
+    b_r = load_entries(ring[1], call[1], o_i, m_i, i_hv, i_v, window, at, LENGTH, HV, V, BV, IN_RING)
+    after = i[:, None] < i[None, :]  # what decays an entry are the entries after it
+    if IS_KDA:
+        b_g = load_entries(ring[2], call[2], o_i, m_i, i_hv, 0, window, at, LENGTH, HV, K, BK, IN_RING)
+        b_g = tl.where(b_g < -1e30, -1e30, b_g)  # the product below would make NaN of 0 * -inf
+        b_log = tl.dot(after.to(tl.float32), b_g, input_precision="tf32x3") + since[None, :]
+        return b_k * tl.exp(b_log), b_r, since + tl.sum(b_g, axis=0)
+    else:
+        o_ring = (i_n * LENGTH + o_i) * HV + i_hv
+        o_call = (row + start + o_i) * HV + i_hv
+        b_g = load_either(ring[2], o_ring, call[2], o_call, m_i, start + o_i >= 0, IN_RING)
+        b_log = tl.sum(tl.where(after, b_g[None, :], 0.0), axis=1) + since
+        return b_k * tl.exp(b_log)[:, None], b_r, since + tl.sum(b_g, axis=0)
 
 
 @triton.jit
@@ -66,72 +120,49 @@ def join_token(
     p_q,  # of the token, [K]
     p_k,
     v,
-    g,  # a number, for KDA [BK]
+    g,
     beta,
     scale,
-    i_v,
     ring,
     call,
     window,
     at,
+    i_v,
+    i_h,
+    i_hv,
     dims: tl.constexpr,
-    BL: tl.constexpr,
     IS_KDA: tl.constexpr,
     GRANULARITY: tl.constexpr,
     IN_RING: tl.constexpr,
 ):
     """(o [BV], r [BV] as the ring keeps it) of a token that joins the ring."""
-    cursor, start = window
-    i_n, row, i_h, i_hv, o_k, o_v = at
-    H: tl.constexpr = dims[0]
-    HV: tl.constexpr = dims[1]
     K: tl.constexpr = dims[2]
-    V: tl.constexpr = dims[3]
-    LENGTH: tl.constexpr = dims[4]
-    BV: tl.constexpr = b_code.shape[2]
+    BK: tl.constexpr = dims[4]
+    BV: tl.constexpr = dims[5]
+    LENGTH: tl.constexpr = dims[6]
+    BL: tl.constexpr = dims[7]
     BLOCKS: tl.constexpr = (LENGTH + BL - 1) // BL
     RING: tl.constexpr = ring[1].dtype.element_ty
+    o_k = tl.arange(0, BK)
     # Loaded for every entry, in the layout that their keys have: nothing has to pass between threads.
     everywhere = tl.zeros([BL], tl.int32)[:, None] + o_k[None, :]
     b_q = tl.load(p_q + everywhere, mask=everywhere < K, other=0.0).to(tl.float32)
     b_k = tl.load(p_k + everywhere, mask=everywhere < K, other=0.0).to(RING).to(tl.float32)
     b_error = tl.zeros([BL, BV], tl.float32)
     b_out = tl.zeros([BL, BV], tl.float32)
-    since = g  # log decay from the entries already read to the token
+    since = g
     for back in tl.static_range(BLOCKS):
-        o_i = (BLOCKS - 1 - back) * BL + tl.arange(0, BL)
-        m_i = o_i < cursor
-        m_next = (o_i + 1 < cursor) & (tl.arange(0, BL) < BL - 1)  # what decays an entry are the entries after it
-        b_keys = load_rows(ring[0], call[0], o_i, m_i, i_h, o_k, start, at, LENGTH, H, K, IN_RING)
-        o_r = i_v + tl.arange(0, BV)
-        p = entry(ring[1], call[1], o_i, start, at, LENGTH, HV * V, IN_RING) + i_hv * V
-        p = p[:, None] + tl.max_contiguous(o_r, 4)[None, :]  # the layout of the checkpoint's sums
-        b_r = tl.load(p, mask=m_i[:, None] & (o_r < V)[None, :], other=0.0).to(tl.float32)
-        if IS_KDA:
-            b_gates = load_rows(ring[2], call[2], o_i, m_i, i_hv, o_k, start, at, LENGTH, HV, K, IN_RING)
-            b_next = load_rows(ring[2], call[2], o_i + 1, m_next, i_hv, o_k, start, at, LENGTH, HV, K, IN_RING)
-            b_keys *= tl.exp(tl.cumsum(b_next, axis=0, reverse=True) + since[None, :])
-            b_write = tl.sum(b_keys * b_k, axis=1)
-            b_read = tl.sum(b_keys * b_q, axis=1) * scale
-        else:
-            p = entry(ring[2], call[2], o_i, start, at, LENGTH, HV, IN_RING) + i_hv
-            b_gates = tl.load(p, mask=m_i, other=0.0)
-            p = entry(ring[2], call[2], o_i + 1, start, at, LENGTH, HV, IN_RING) + i_hv
-            b_next = tl.load(p, mask=m_next, other=0.0)
-            b_decay = tl.exp(tl.cumsum(b_next, axis=0, reverse=True) + since)
-            b_write = tl.sum(b_keys * b_k, axis=1) * b_decay
-            b_read = tl.sum(b_keys * b_q, axis=1) * (b_decay * scale)
-        since += tl.sum(b_gates, axis=0)
-        b_error += b_write[:, None] * b_r
-        b_out += b_read[:, None] * b_r
+        block = BLOCKS - 1 - back
+        b_kd, b_r, since = load_block(ring, call, block, since, window, at, i_v, i_h, i_hv, dims, IS_KDA, IN_RING)
+        b_error += tl.sum(b_kd * b_k, axis=1)[:, None] * b_r
+        b_out += (tl.sum(b_kd * b_q, axis=1) * scale)[:, None] * b_r
     # The checkpoint's rows are summed into the entries', and both once over threads.
     q = tl.load(p_q + o_k, mask=o_k < K, other=0.0).to(tl.float32) * scale
     k = tl.load(p_k + o_k, mask=o_k < K, other=0.0).to(RING).to(tl.float32)
     b_decay = tl.exp(since)
     b_error += read_checkpoint(b_code, b_scale, k * b_decay, GRANULARITY)
     b_out += read_checkpoint(b_code, b_scale, q * b_decay, GRANULARITY)
-    b_both = tl.sum(tl.join(b_error, b_out), axis=0)
-    b_error, b_out = tl.split(b_both)
+    b_error, b_out = tl.split(tl.sum(tl.join(b_error, b_out), axis=0))
     b_r = (beta.to(tl.float32) * (v.to(tl.float32) - b_error)).to(RING).to(tl.float32)
     return b_out + tl.sum(k * q, axis=0) * b_r, b_r
 
@@ -173,42 +204,51 @@ def read_checkpoint(b_code, b_scale, b_x, GRANULARITY: tl.constexpr):
 
 
 @triton.jit
-def rebuild(b_s, ring, call, window, at, dims: tl.constexpr, IS_KDA: tl.constexpr, IN_RING: tl.constexpr):
-    """The state after the entries, from the checkpoint b_s [BK, BV]: one update after another."""
-    cursor, start = window
-    i_n, row, i_h, i_hv, o_k, o_v = at
-    H: tl.constexpr = dims[0]
-    HV: tl.constexpr = dims[1]
-    K: tl.constexpr = dims[2]
-    V: tl.constexpr = dims[3]
-    LENGTH: tl.constexpr = dims[4]
-    for i in range(cursor):
-        p = entry(ring[0], call[0], i, start, at, LENGTH, H * K, IN_RING) + i_h * K
-        b_k = tl.load(p + o_k, mask=o_k < K, other=0.0).to(tl.float32)
-        p = entry(ring[1], call[1], i, start, at, LENGTH, HV * V, IN_RING) + i_hv * V
-        b_r = tl.load(p + o_v, mask=o_v < V, other=0.0).to(tl.float32)
-        if IS_KDA:
-            p = entry(ring[2], call[2], i, start, at, LENGTH, HV * K, IN_RING) + i_hv * K
-            b_s = b_s * tl.exp(tl.load(p + o_k, mask=o_k < K, other=0.0))[:, None]
-        else:
-            b_s = b_s * tl.exp(tl.load(entry(ring[2], call[2], i, start, at, LENGTH, HV, IN_RING) + i_hv))
-        b_s = tl.fma(b_k[:, None], tl.broadcast_to(b_r[None, :], b_s.shape), b_s)
-    return b_s
+def decayed_state(
+    b_s,
+    g,
+    ring,
+    call,
+    window,
+    at,
+    i_v,
+    i_h,
+    i_hv,
+    dims: tl.constexpr,
+    IS_KDA: tl.constexpr,
+    IN_RING: tl.constexpr,
+):
+    """R [BK, BV] of a token, from the checkpoint b_s and the entries."""
+    LENGTH: tl.constexpr = dims[6]
+    BL: tl.constexpr = dims[7]
+    BLOCKS: tl.constexpr = (LENGTH + BL - 1) // BL if LENGTH > 1 else 0
+    since = g
+    b_entries = tl.zeros([b_s.shape[0], b_s.shape[1]], tl.float32)
+    for back in tl.static_range(BLOCKS):
+        block = BLOCKS - 1 - back
+        b_kd, b_r, since = load_block(ring, call, block, since, window, at, i_v, i_h, i_hv, dims, IS_KDA, IN_RING)
+        b_entries = tl.dot(tl.trans(b_kd), b_r, b_entries, input_precision="tf32x3")
+    b_decay = tl.exp(since)
+    if IS_KDA:
+        b_decay = b_decay[:, None]
+    if LENGTH > 1:
+        return b_s * b_decay + b_entries
+    else:
+        return b_s * b_decay
 
 
 @triton.jit
 def flush_token(
     b_s,
-    q,
-    k,
-    v,
-    g,
-    beta,
+    token,  # (q, k, v, g, beta) as `load_token` has them
     scale,
     ring,
     call,
     window,
     at,
+    i_v,
+    i_h,
+    i_hv,
     dims: tl.constexpr,
     IS_KDA: tl.constexpr,
     FORMAT: tl.constexpr,
@@ -218,14 +258,11 @@ def flush_token(
     IN_RING: tl.constexpr,
 ):
     """(o [BV], r [BV], codes and scales of the new checkpoint) of a window's last token; b_s: the checkpoint before."""
+    q, k, v, g, beta = token
     RING: tl.constexpr = ring[1].dtype.element_ty
     b_q = q.to(tl.float32) * scale
     b_k = k.to(RING).to(tl.float32)
-    b_s = rebuild(b_s, ring, call, window, at, dims, IS_KDA, IN_RING)
-    if IS_KDA:
-        b_s = b_s * tl.exp(g)[:, None]
-    else:
-        b_s = b_s * tl.exp(g)
+    b_s = decayed_state(b_s, g, ring, call, window, at, i_v, i_h, i_hv, dims, IS_KDA, IN_RING)
     b_r = (beta.to(tl.float32) * (v.to(tl.float32) - tl.sum(b_s * b_k[:, None], axis=0))).to(RING).to(tl.float32)
     b_s = tl.fma(b_k[:, None], tl.broadcast_to(b_r[None, :], b_s.shape), b_s)
     b_code, b_scale, b_stored = round_state(b_s, FORMAT, GRANULARITY, HARDWARE_FP8)
@@ -237,22 +274,58 @@ def flush_token(
 
 
 @triton.jit
-def store_entry(ring, entry_row, b_k, b_r, b_g, i_v, at, dims: tl.constexpr, IS_KDA: tl.constexpr):
-    """An entry, in row entry_row of [N * LENGTH]; k by the first program of a key head, g by that of a value head."""
-    i_n, row, i_h, i_hv, o_k, o_v = at
+def store_ring(leaving, ring, call, window, at, i_v, i_h, i_hv, dims: tl.constexpr, IS_KDA: tl.constexpr):
+    """The entries in use after a call, zeros behind them; k by the first program of a key head, g by a value head's."""
+    cursor, start = window
+    i_n, row = at
+    H: tl.constexpr = dims[0]
+    HV: tl.constexpr = dims[1]
+    K: tl.constexpr = dims[2]
+    V: tl.constexpr = dims[3]
+    BK: tl.constexpr = dims[4]
+    BV: tl.constexpr = dims[5]
+    LENGTH: tl.constexpr = dims[6]
+    BL: tl.constexpr = dims[7]
+    p_k, p_r, p_g = leaving
+    o_k = tl.arange(0, BK)[None, :]
+    o_v = i_v + tl.arange(0, BV)[None, :]
+    for block in tl.static_range((LENGTH + BL - 1) // BL):
+        o_i = block * BL + tl.arange(0, BL)
+        m_i = o_i < cursor
+        entry = (i_n * LENGTH + o_i)[:, None]
+        m = (o_i < LENGTH)[:, None]
+        b = load_entries(ring[1], call[1], o_i, m_i, i_hv, i_v, window, at, LENGTH, HV, V, BV, False)
+        tl.store(p_r + (entry * HV + i_hv) * V + o_v, b.to(p_r.dtype.element_ty), mask=m & (o_v < V))
+        m = m & (i_v == 0)
+        b = load_entries(ring[0], call[0], o_i, m_i, i_h, 0, window, at, LENGTH, H, K, BK, False)
+        m_k = m & (o_k < K) & (i_hv % (HV // H) == 0)
+        tl.store(p_k + (entry * H + i_h) * K + o_k, b.to(p_k.dtype.element_ty), mask=m_k)
+        if IS_KDA:
+            b = load_entries(ring[2], call[2], o_i, m_i, i_hv, 0, window, at, LENGTH, HV, K, BK, False)
+            tl.store(p_g + (entry * HV + i_hv) * K + o_k, b, mask=m & (o_k < K))
+        else:
+            b = load_entries(ring[2], call[2], o_i, m_i, i_hv, 0, window, at, LENGTH, HV, 1, 1, False)
+            tl.store(p_g + entry * HV + i_hv, b, mask=m)
+
+
+@triton.jit
+def append(ring, entry, b_k, b_r, b_g, i_v, i_h, i_hv, dims: tl.constexpr, IS_KDA: tl.constexpr):
+    """An entry, in row `entry` of [N * LENGTH]."""
     H: tl.constexpr = dims[0]
     HV: tl.constexpr = dims[1]
     K: tl.constexpr = dims[2]
     V: tl.constexpr = dims[3]
     p_k, p_r, p_g = ring
+    o_k = tl.arange(0, dims[4])
+    o_v = i_v + tl.arange(0, dims[5])
     first = i_v == 0
-    tl.store(p_r + (entry_row * HV + i_hv) * V + o_v, b_r.to(p_r.dtype.element_ty), mask=o_v < V)
+    tl.store(p_r + (entry * HV + i_hv) * V + o_v, b_r.to(p_r.dtype.element_ty), mask=o_v < V)
     m_k = (o_k < K) & first & (i_hv % (HV // H) == 0)
-    tl.store(p_k + (entry_row * H + i_h) * K + o_k, b_k.to(p_k.dtype.element_ty), mask=m_k)
+    tl.store(p_k + (entry * H + i_h) * K + o_k, b_k.to(p_k.dtype.element_ty), mask=m_k)
     if IS_KDA:
-        tl.store(p_g + (entry_row * HV + i_hv) * K + o_k, b_g, mask=(o_k < K) & first)
+        tl.store(p_g + (entry * HV + i_hv) * K + o_k, b_g, mask=(o_k < K) & first)
     else:
-        tl.store(p_g + entry_row * HV + i_hv, b_g, mask=first)
+        tl.store(p_g + entry * HV + i_hv, b_g, mask=first)
 
 
 @triton.jit
@@ -294,26 +367,26 @@ def replay_step_kernel(
     i_h = i_hv // (HV // H)
     o_k = tl.arange(0, BK)
     o_v = i_v + tl.arange(0, BV)
-    at = (i_n, i_n, i_h, i_hv, o_k, o_v)
+    at = (i_n, i_n)
     ring = (p_ring_k, p_ring_r, p_ring_g)
-    dims: tl.constexpr = (H, HV, K, V, LENGTH)
+    dims: tl.constexpr = (H, HV, K, V, BK, BV, LENGTH, BL)
     head = i_n * HV + i_hv
-    window = (tl.load(p_cursor + i_n), 0)
+    cursor = tl.load(p_cursor + i_n)
+    window = (cursor, 0)
     q, k, v, g, beta = load_token(p_q, p_k, p_v, p_g, p_beta, i_n, i_h, i_hv, o_k, o_v, H, HV, K, V, IS_KDA)
-    if window[0] == LENGTH - 1:
+    if cursor == LENGTH - 1:
         b_s = load_rounded(p_values, p_scale, head, i_v, K, V, BK, BV, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR)
         b_o, b_r, b_code, b_scale = flush_token(
             b_s,
-            q,
-            k,
-            v,
-            g,
-            beta,
+            (q, k, v, g, beta),
             scale,
             ring,
             ring,
             window,
             at,
+            i_v,
+            i_h,
+            i_hv,
             dims,
             IS_KDA,
             FORMAT,
@@ -334,20 +407,21 @@ def replay_step_kernel(
             g,
             beta,
             scale,
-            i_v,
             ring,
             ring,
             window,
             at,
+            i_v,
+            i_h,
+            i_hv,
             dims,
-            BL,
             IS_KDA,
             GRANULARITY,
             True,
         )
-        store_entry(ring, i_n * LENGTH + window[0], k, b_r, g, i_v, at, dims, IS_KDA)
+        append(ring, i_n * LENGTH + cursor, k, b_r, g, i_v, i_h, i_hv, dims, IS_KDA)
         tl.store(p_o + head * V + o_v, b_o.to(p_o.dtype.element_ty), mask=o_v < V)
-    tl.store(p_cursor_out + i_n, (window[0] + 1) % LENGTH, mask=(i_v == 0) & (i_hv == 0))
+    tl.store(p_cursor_out + i_n, (cursor + 1) % LENGTH, mask=(i_v == 0) & (i_hv == 0))
 
 
 @triton.jit
@@ -405,32 +479,40 @@ def replay_forward_kernel(
     o_v = i_v + tl.arange(0, BV)
     i_b, first, count = rows_of(p_first, p_count, i_n, T, PER_ROW, RAGGED)
     row = i_b * T + first
-    at = (i_n, row, i_h, i_hv, o_k, o_v)
+    at = (i_n, row)
     ring = (p_ring_k, p_ring_r, p_ring_g)
     call = (p_k, p_r, p_g)
-    dims: tl.constexpr = (H, HV, K, V, LENGTH)
+    dims: tl.constexpr = (H, HV, K, V, BK, BV, LENGTH, BL)
     head = i_n * HV + i_hv
     cursor = tl.load(p_cursor + i_n)
     start = -cursor
     slot = i_n * SLOTS
-    b_code = load_parts(p_values, head, i_v, K, V, BK, BV, BL, FORMAT, HARDWARE_FP8, VECTOR)
-    b_scale = load_scales(p_scale, head, i_v, K, V, BK, BV, FORMAT, GRANULARITY)
+    # The checkpoint goes through memory, so that what is read of it lies in registers as it does in a step.
+    b_code, b_scale = load_kept(p_values, p_scale, head, i_v, K, V, BK, BV, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR)
+    store_rounded(
+        p_values_out, p_scale_out, head, b_code, b_scale, i_v, K, V, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR
+    )
+    tl.debug_barrier()
+    b_part = load_parts(p_values_out, head, i_v, K, V, BK, BV, BL, FORMAT, HARDWARE_FP8, VECTOR)
+    b_part_scale = load_scales(p_scale_out, head, i_v, K, V, BK, BV, FORMAT, GRANULARITY)
     q, k, v, g, beta = load_token(p_q, p_k, p_v, p_g, p_beta, row, i_h, i_hv, o_k, o_v, H, HV, K, V, IS_KDA)
     for t in range(count):
         window = (cursor, start)
         if cursor == LENGTH - 1:
-            b_o, b_r, b_new, b_scale = flush_token(
-                apply_scale(tl.reshape(b_code, [BK, BV]), b_scale, FORMAT, GRANULARITY),
-                q,
-                k,
-                v,
-                g,
-                beta,
+            b_s = load_rounded(
+                p_values_out, p_scale_out, head, i_v, K, V, BK, BV, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR
+            )
+            b_o, b_r, b_code, b_scale = flush_token(
+                b_s,
+                (q, k, v, g, beta),
                 scale,
                 ring,
                 call,
                 window,
                 at,
+                i_v,
+                i_h,
+                i_hv,
                 dims,
                 IS_KDA,
                 FORMAT,
@@ -439,29 +521,35 @@ def replay_forward_kernel(
                 HARDWARE_FP8,
                 False,
             )
-            b_code = tl.reshape(b_new, [BK // BL, BL, BV])
+            store_rounded(
+                p_values_out, p_scale_out, head, b_code, b_scale, i_v, K, V, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR
+            )
             if SLOTS > 0:
                 saved = slot * HV + i_hv
                 store_rounded(
-                    p_saved, p_saved_scale, saved, b_new, b_scale, i_v, K, V, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR
+                    p_saved, p_saved_scale, saved, b_code, b_scale, i_v, K, V, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR
                 )
+            tl.debug_barrier()
+            b_part = load_parts(p_values_out, head, i_v, K, V, BK, BV, BL, FORMAT, HARDWARE_FP8, VECTOR)
+            b_part_scale = load_scales(p_scale_out, head, i_v, K, V, BK, BV, FORMAT, GRANULARITY)
         else:
             b_o, b_r = join_token(
-                b_code,
-                b_scale,
+                b_part,
+                b_part_scale,
                 p_q + ((row + t) * H + i_h) * K,
                 p_k + ((row + t) * H + i_h) * K,
                 v,
                 g,
                 beta,
                 scale,
-                i_v,
                 ring,
                 call,
                 window,
                 at,
+                i_v,
+                i_h,
+                i_hv,
                 dims,
-                BL,
                 IS_KDA,
                 GRANULARITY,
                 False,
@@ -477,22 +565,8 @@ def replay_forward_kernel(
             cursor = 0
             start = t + 1
         tl.debug_barrier()  # the next token reads r as other threads wrote it
-    b_new = tl.reshape(b_code, [BK, BV])
-    store_rounded(p_values_out, p_scale_out, head, b_new, b_scale, i_v, K, V, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR)
-    for i in range(LENGTH):
-        used = i < cursor
-        p = entry(p_ring_k, p_k, i, start, at, LENGTH, H * K, False) + i_h * K
-        b_k = tl.load(p + o_k, mask=(o_k < K) & used, other=0.0)
-        p = entry(p_ring_r, p_r, i, start, at, LENGTH, HV * V, False) + i_hv * V
-        b_r = tl.load(p + o_v, mask=(o_v < V) & used, other=0.0)
-        if IS_KDA:
-            p = entry(p_ring_g, p_g, i, start, at, LENGTH, HV * K, False) + i_hv * K
-            b_g = tl.load(p + o_k, mask=(o_k < K) & used, other=0.0)
-        else:
-            p = entry(p_ring_g, p_g, i, start, at, LENGTH, HV, False) + i_hv
-            b_g = tl.load(p, mask=used, other=0.0)
-        leaving = (p_ring_k_out, p_ring_r_out, p_ring_g_out)
-        store_entry(leaving, i_n * LENGTH + i, b_k, b_r, b_g, i_v, at, dims, IS_KDA)
+    leaving = (p_ring_k_out, p_ring_r_out, p_ring_g_out)
+    store_ring(leaving, ring, call, (cursor, start), at, i_v, i_h, i_hv, dims, IS_KDA)
     tl.store(p_cursor_out + i_n, cursor, mask=(i_v == 0) & (i_hv == 0))
 
 
@@ -533,6 +607,7 @@ def replay_backward_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
     LENGTH: tl.constexpr,
+    BL: tl.constexpr,
     IS_KDA: tl.constexpr,
     RAGGED: tl.constexpr,
     FORMAT: tl.constexpr,
@@ -552,10 +627,10 @@ def replay_backward_kernel(
     o_k = tl.arange(0, BK)
     o_v = i_v + tl.arange(0, BV)
     i_b, first, count = rows_of(p_first, p_count, i_n, T, PER_ROW, RAGGED)
-    at = (i_n, i_b * T + first, i_h, i_hv, o_k, o_v)
+    at = (i_n, i_b * T + first)
     ring = (p_ring_k, p_ring_r, p_ring_g)
     call = (p_k, p_r, p_g)
-    dims: tl.constexpr = (H, HV, K, V, LENGTH)
+    dims: tl.constexpr = (H, HV, K, V, BK, BV, LENGTH, BL)
     m_s = (o_k < K)[:, None] & (o_v < V)[None, :]
     o_s = (i_n * HV + i_hv) * K * V + o_k[:, None] * V + o_v[None, :]
     b_ds = tl.load(p_ds + o_s, mask=m_s, other=0.0)
@@ -577,12 +652,11 @@ def replay_backward_kernel(
         else:
             before = i_n * HV + i_hv
             b_s = load_rounded(p_values, p_scale, before, i_v, K, V, BK, BV, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR)
-        b_s = rebuild(b_s, ring, call, (cursor, t - cursor), at, dims, IS_KDA, False)
+        b_s = decayed_state(b_s, g, ring, call, (cursor, t - cursor), at, i_v, i_h, i_hv, dims, IS_KDA, False)
         b_k = k.to(tl.float32)
         b_decay = tl.exp(g)
         if IS_KDA:
             b_decay = b_decay[:, None]
-        b_s = b_s * b_decay
         b_error = v.to(tl.float32) - tl.sum(b_s * b_k[:, None], axis=0)
         b_read = b_s + b_k[:, None] * b_update[None, :]
         if READ_STORED:  # noqa: SIM102 (which the compiler knows)

@@ -40,6 +40,13 @@ class Output(NamedTuple):
 class Call(recurrent_pipeline.Call):
     """Sizes and constants of the three launches."""
 
+    def of_ring(self, ring: Ring) -> dict[str, int]:
+        """Constants. Codes of a checkpoint are loaded as many at a time as r, so that both lie alike in registers."""
+        length = ring.k.shape[1]
+        block = min(MAX_BLOCK, power_of_two(length))
+        at_once = min(8 if dtype_name(ring.r) == "bfloat16" else 4, block * self.width // (32 * self.warps()))
+        return {"LENGTH": length, "BL": block, "VECTOR": self.options.vector or max(at_once, 1)}
+
     def warps(self, states: int = 1) -> int:
         """As many as the states want, and the block of the ring beside them."""
         ring = MAX_BLOCK * power_of_two(self.sizes[4]) // (32 * 16)
@@ -59,7 +66,7 @@ def step(run: Run, tokens: Tokens, state: State, ring: Ring, options: Options) -
     call = _call(tokens, ring, options)
     if call.sizes[1] != 1:
         raise ValueError(f"a step takes one token and q has T={call.sizes[1]}; call forward.")
-    length, constants = ring.k.shape[1], call.constants()
+    constants = call.constants() | call.of_ring(ring)
     del constants["T"]
     launch = Launch(
         kernel=replay.replay_step_kernel,
@@ -70,7 +77,7 @@ def step(run: Run, tokens: Tokens, state: State, ring: Ring, options: Options) -
             "p_cursor_out": Buffer(tuple(ring.cursor.shape), "int32"),
         },
         in_place=("p_values", *(["p_scale"] if call.coded else []), "p_ring_k", "p_ring_r", "p_ring_g"),
-        constants={**constants, "LENGTH": length, "BL": min(MAX_BLOCK, power_of_two(length))},
+        constants=constants,
         num_warps=call.warps(),
         num_stages=1,
         fp_fusion=False,
@@ -125,8 +132,7 @@ def forward(
             **call.constants(),
             **constants,
             "SLOTS": slots,
-            "LENGTH": length,
-            "BL": min(MAX_BLOCK, power_of_two(length)),
+            **call.of_ring(ring),
         },
         num_warps=call.warps(),
         num_stages=1,
@@ -182,7 +188,8 @@ def backward(
             **call.constants(),
             **constants,
             "SLOTS": out.saved.values.shape[1],
-            "LENGTH": ring.k.shape[1],
+            **call.of_ring(ring),
+            "VECTOR": call.vector(backward=True),
         },
         num_warps=call.warps(states=2),
         num_stages=1,
