@@ -292,7 +292,8 @@ def launch_backward(
         which: dict[str, Any] = dict(bounds=window, most=most)
         again = pipeline.forward(run, tokens, state, options, counters=entering.after(done), stride=1, **which)
         assert again.saved is not None
-        into = pipeline.Gradients(*gradients, state=None)
+        dq, dk, dv, dg, dbeta = gradients
+        into = pipeline.Gradients(dq, dk, dv, dg, dbeta, None)
         out = pipeline.backward(run, tokens, state, again.saved, do, dS, options, into=into, **which)
         return out.state, tuple(out[:5])
 

@@ -192,7 +192,7 @@ def compile_recurrent(
         assert out.saved is not None
         if packed:
             each = [FakeArray(x.shape, "float32") for x in operands]
-            which["into"] = recurrent_pipeline.Gradients(*each, state=None)
+            which["into"] = recurrent_pipeline.Gradients(*each, None)
         recurrent_pipeline.backward(run, operands, entering, out.saved, v, d_leaving, options, **which)
         return report
 

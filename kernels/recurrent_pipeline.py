@@ -13,9 +13,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
-from jlaqat.kernels import chunk_output, recurrent
+from jlaqat.kernels import recurrent
 from jlaqat.kernels.call import UnsupportedByKernels, power_of_two
 from jlaqat.kernels.launch import UNUSED, Buffer, Launch, Run, dtype_name
+from jlaqat.kernels.recurrent_gradients import Gradients, gather
 from jlaqat.spec import QuantSpec, fit_to_site
 
 KEY_ROW = 32  # values that share a scale under "key_row"
@@ -59,17 +60,6 @@ class Output(NamedTuple):
     o: Any  # [B, T, HV, V] in v's dtype; not written where no sequence has a token
     state: State  # after the last token; what entered where there is none
     saved: State | None  # after every `stride` tokens, see `forward`; `lost` is left out where stride is 1
-
-
-class Gradients(NamedTuple):
-    """Rows of tokens are a sequence's own, [N, length], and not written past its tokens."""
-
-    q: Any  # [N, length, H, K] float32
-    k: Any  # [N, length, H, K] float32
-    v: Any  # [N, length, HV, V] float32
-    g: Any  # as g, float32
-    beta: Any  # [N, length, HV] float32
-    state: Any  # [N, HV, K, V] float32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -367,68 +357,6 @@ def backward(
         fp_fusion=False,
     )
     return gather(run, call, run(launch), into)
-
-
-def gather(run: Run, call: Call, out: dict[str, Any], into: Gradients | None = None) -> Gradients:
-    """Gradients from what the programs of a backward wrote."""
-    if into is not None:
-        names = ("p_dq", "p_dk", "p_dv", "p_dg", "p_dbeta")
-        placed = [_place(run, call, out[name], x) for name, x in zip(names, into)]
-        return Gradients(*placed, state=out["p_ds_in"])
-    _, _, h, hv, k, _ = call.sizes
-    (n, t), parts = call.rows, hv * call.programs_v
-    gates = (n, t, *call.tokens.g.shape[2:])
-
-    def whole(x: Any, heads: int, width: int, shape: tuple[int, ...]) -> Any:
-        return _sum_parts(run, x, n * t, parts, heads, width).reshape(shape)
-
-    return Gradients(
-        q=whole(out["p_dq"], h, k, (n, t, h, k)),
-        k=whole(out["p_dk"], h, k, (n, t, h, k)),
-        v=out["p_dv"],
-        g=whole(out["p_dg"], hv, k if len(gates) == 4 else 1, gates),
-        beta=whole(out["p_dbeta"], hv, 1, (n, t, hv)),
-        state=out["p_ds_in"],
-    )
-
-
-def _place(run: Run, call: Call, x: Any, into: Any) -> Any:
-    """[N, length, parts, ...] in the rows of [B, T, heads, ...] that `call.bounds` say, in place."""
-    heads, width, block = int(into.shape[2]), int(into.shape[3]) if len(into.shape) == 4 else 1, 16
-    inputs, constants = call.ragged()
-    launch = Launch(
-        kernel=recurrent.place_rows_kernel,
-        grid=call.sequences * -(-call.length // block) * heads,
-        inputs={"p_x": x, **inputs, "p_y": into},
-        outputs={},
-        in_place=("p_y",),
-        constants={
-            "T": call.sizes[1],
-            "PER_ROW": constants["PER_ROW"],
-            "LENGTH": call.length,
-            "HEADS": heads,
-            "PARTS": int(x.shape[2]),
-            "W": width,
-            "BLOCK": block,
-            "BW": power_of_two(width),
-        },
-    )
-    return run(launch)["p_y"]
-
-
-def _sum_parts(run: Run, x: Any, rows: int, parts: int, heads: int, width: int) -> Any:
-    """[rows, parts, width] → [rows, heads, width]: sums over the programs and value heads of each head."""
-    if parts == heads:
-        return x
-    block = 32
-    launch = Launch(
-        kernel=chunk_output.group_sum_kernel,
-        grid=-(-rows // block) * heads,
-        inputs={"p_x": x},
-        outputs={"p_y": Buffer((rows, heads, width), "float32")},
-        constants={"ROWS": rows, "H": heads, "HV": parts, "K": width, "BLOCK": block, "BK": power_of_two(width)},
-    )
-    return run(launch)["p_y"]
 
 
 def _check(call: Call) -> None:

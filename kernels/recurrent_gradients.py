@@ -1,0 +1,85 @@
+"""Gradients from what the programs of a backward of the recurrence wrote: sums over a head's parts, in place."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from jlaqat.kernels import chunk_output, recurrent
+from jlaqat.kernels.call import power_of_two
+from jlaqat.kernels.launch import Buffer, Launch, Run
+
+if TYPE_CHECKING:
+    from jlaqat.kernels import recurrent_pipeline
+
+
+class Gradients(NamedTuple):
+    """Rows of tokens are a sequence's own, [N, length], and not written past its tokens."""
+
+    q: Any  # [N, length, H, K] float32
+    k: Any  # [N, length, H, K] float32
+    v: Any  # [N, length, HV, V] float32
+    g: Any  # as g, float32
+    beta: Any  # [N, length, HV] float32
+    state: Any  # [N, HV, K, V] float32
+
+
+def gather(run: Run, call: recurrent_pipeline.Call, out: dict[str, Any], into: Gradients | None = None) -> Gradients:
+    """Gradients from what the programs of a backward wrote."""
+    if into is not None:
+        names = ("p_dq", "p_dk", "p_dv", "p_dg", "p_dbeta")
+        q, k, v, g, beta = (_place(run, call, out[name], x) for name, x in zip(names, into))
+        return Gradients(q, k, v, g, beta, out["p_ds_in"])
+    _, _, h, hv, k, _ = call.sizes
+    (n, t), parts = call.rows, hv * call.programs_v
+    gates = (n, t, *call.tokens.g.shape[2:])
+
+    def whole(x: Any, heads: int, width: int, shape: tuple[int, ...]) -> Any:
+        return _sum_parts(run, x, n * t, parts, heads, width).reshape(shape)
+
+    return Gradients(
+        q=whole(out["p_dq"], h, k, (n, t, h, k)),
+        k=whole(out["p_dk"], h, k, (n, t, h, k)),
+        v=out["p_dv"],
+        g=whole(out["p_dg"], hv, k if len(gates) == 4 else 1, gates),
+        beta=whole(out["p_dbeta"], hv, 1, (n, t, hv)),
+        state=out["p_ds_in"],
+    )
+
+
+def _place(run: Run, call: recurrent_pipeline.Call, x: Any, into: Any) -> Any:
+    """[N, length, parts, ...] in the rows of [B, T, heads, ...] that `call.bounds` say, in place."""
+    heads, width, block = int(into.shape[2]), int(into.shape[3]) if len(into.shape) == 4 else 1, 16
+    inputs, constants = call.ragged()
+    launch = Launch(
+        kernel=recurrent.place_rows_kernel,
+        grid=call.sequences * -(-call.length // block) * heads,
+        inputs={"p_x": x, **inputs, "p_y": into},
+        outputs={},
+        in_place=("p_y",),
+        constants={
+            "T": call.sizes[1],
+            "PER_ROW": constants["PER_ROW"],
+            "LENGTH": call.length,
+            "HEADS": heads,
+            "PARTS": int(x.shape[2]),
+            "W": width,
+            "BLOCK": block,
+            "BW": power_of_two(width),
+        },
+    )
+    return run(launch)["p_y"]
+
+
+def _sum_parts(run: Run, x: Any, rows: int, parts: int, heads: int, width: int) -> Any:
+    """[rows, parts, width] → [rows, heads, width]: sums over the programs and value heads of each head."""
+    if parts == heads:
+        return x
+    block = 32
+    launch = Launch(
+        kernel=chunk_output.group_sum_kernel,
+        grid=-(-rows // block) * heads,
+        inputs={"p_x": x},
+        outputs={"p_y": Buffer((rows, heads, width), "float32")},
+        constants={"ROWS": rows, "H": heads, "HV": parts, "K": width, "BLOCK": block, "BK": power_of_two(width)},
+    )
+    return run(launch)["p_y"]
