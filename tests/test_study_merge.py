@@ -1,13 +1,17 @@
 """Merging the parts of a study gives the whole record back, and refuses parts that do not belong together."""
 
 import copy
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 
 from jlaqat import cli, study_report
-from jlaqat.study import load_record
+from jlaqat.data import DataConfig
+from jlaqat.optim import OptimizerConfig
+from jlaqat.study import StudyConfig, load_record, run_study
+from jlaqat.study_head import HeadConfig
 from jlaqat.study_merge import merge_studies
 
 DEMO = load_record(Path(__file__).parents[1] / "benchmarks/results/study_demo.json")
@@ -155,3 +159,31 @@ def test_a_directory_of_something_else_is_left_alone(parts, tmp_path, capsys):
     (home / "thesis.txt").write_text("precious")
     assert cli.main(["study-merge", *map(str, homes), "--directory", str(home)]) == 2
     assert "no study.yaml" in capsys.readouterr().err and sorted(home.iterdir()) == [home / "thesis.txt"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compile_quickly")
+def test_parts_that_really_ran_are_merged(tmp_path, monkeypatch):
+    """Two processes' worth of work: their float32 models come out equal to the bit, so the parts fit."""
+    monkeypatch.setattr("jlaqat.study.code_hash", lambda: "0" * 64)  # whoever edits the package now changes no part
+    config = StudyConfig(
+        head=HeadConfig(vocab_size=9, key_dim=16, value_dim=16, backend="recurrent"),
+        data=DataConfig(task="recall", num_pairs=4, num_values=4, num_rounds=1, seq_len=16, batch_size=2, prefix=0),
+        steps=3,
+        finetune_steps=2,
+        seeds=2,
+        formats=("int8", "nvfp4"),
+        eval_batches=1,
+        eval_batch_size=4,
+        optimizer=OptimizerConfig(learning_rate=1e-2),
+        finetune_optimizer=OptimizerConfig(learning_rate=1e-2),
+    )
+    homes = []
+    for name in config.formats:
+        homes.append(tmp_path / name)
+        run_study(dataclasses.replace(config, formats=(name,)), homes[-1])
+    whole = merge_studies(homes, tmp_path / "whole")
+    assert [s["name"] for s in whole["settings"]] == ["int8-1", "nvfp4-1"] == [s.name for s in config.settings]
+    assert whole["scores"][2:] == [s for home in homes for s in load_record(home)["scores"][2:]]
+    for restore in whole["restore"]:  # where the record says, the checkpoints are
+        assert restore["equal"] and all((tmp_path / path).is_dir() for path in restore["checkpoints"])
