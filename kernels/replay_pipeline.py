@@ -81,6 +81,7 @@ def step(run: Run, tokens: Tokens, state: State, ring: Ring, options: Options) -
         num_warps=call.warps(),
         num_stages=1,
         fp_fusion=False,
+        max_registers=128,  # what spills is in the flush, once in a window; without it fewer programs fit
     )
     out = run(launch)
     return Output(
