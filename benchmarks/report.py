@@ -21,6 +21,7 @@ from report_data import Results
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "performance.md"
 FOLDER = ROOT / "benchmarks" / "results"
+MISSED = ROOT / "benchmarks" / "performance_missed.md"
 TEMPLATE = ROOT / "benchmarks" / "performance.template.md"
 
 
@@ -40,6 +41,7 @@ def page(results: Results) -> str:
         tables.training_curves,
     ):
         parts[part.__name__] = part(results)
+    parts["missed"] = MISSED.read_text().strip()
     return string.Template(TEMPLATE.read_text()).substitute(parts | tables.words(results))
 
 

@@ -42,6 +42,10 @@ class Results:
     def ms(self, gate: str, direction: str, shape: str, backend: str, quant: str) -> float | None:
         return (self.row(gate, direction, shape, backend, quant) or {}).get("ms")
 
+    def least(self, gate: str, direction: str, shape: str, backend: str, quant: str) -> float | None:
+        """The quickest of the profiled calls, which work of others on the GPU disturbs least."""
+        return (self.row(gate, direction, shape, backend, quant) or {}).get("ms_min")
+
     def refused(self, gate: str, direction: str, shape: str, backend: str, quant: str) -> bool:
         return "error" in (self.row(gate, direction, shape, backend, quant) or {})
 

@@ -35,7 +35,7 @@ def time_against_tokens(results: Results, path: Path) -> None:
             for quant in quants:
                 points = [(int(s.split("x")[1]), results.ms(gate, BOTH, s, backend, quant)) for s in SWEEP]
                 points = [(t, ms) for t, ms in points if ms is not None]
-                if points:
+                if len(points) > 1:
                     drawn = True
                     colour, label = COLOURS[backend, quant], COLUMNS[backend, quant]
                     axis.plot(*zip(*points), marker="o", ms=4, color=colour, label=label)
@@ -60,7 +60,7 @@ def distance_to_floors(results: Results, path: Path) -> None:
     for line, shape in zip(axes, TARGET_SHAPES):
         for axis, (gate, direction) in zip(line, panels):
             floor = results.floors(gate, direction, shape)
-            values = [results.ms(gate, direction, shape, *column) for column in shown]
+            values = [results.least(gate, direction, shape, *column) for column in shown]
             if floor is None or not any(values):
                 continue
             drawn = True
