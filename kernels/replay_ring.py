@@ -81,18 +81,65 @@ def load_block(
     m_i = o_i < cursor
     b_k = load_entries(ring[0], call[0], o_i, m_i, i_h, 0, window, at, LENGTH, H, K, BK, IN_RING)
     b_r = load_entries(ring[1], call[1], o_i, m_i, i_hv, i_v, window, at, LENGTH, HV, V, BV, IN_RING)
-    after = i[:, None] < i[None, :]  # what decays an entry are the entries after it
+    m_next = (o_i + 1 < cursor) & (i < BL - 1)  # what decays an entry are the entries after it
     if IS_KDA:
         b_g = load_entries(ring[2], call[2], o_i, m_i, i_hv, 0, window, at, LENGTH, HV, K, BK, IN_RING)
-        b_g = tl.where(b_g < -1e30, -1e30, b_g)  # the product below would make NaN of 0 * -inf
-        b_log = tl.dot(after.to(tl.float32), b_g, input_precision="tf32x3") + since[None, :]
+        b_next = load_entries(ring[2], call[2], o_i + 1, m_next, i_hv, 0, window, at, LENGTH, HV, K, BK, IN_RING)
+        b_log = tl.cumsum(b_next, axis=0, reverse=True) + since[None, :]
         return b_k * tl.exp(b_log), b_r, since + tl.sum(b_g, axis=0)
     else:
         o_ring = (i_n * LENGTH + o_i) * HV + i_hv
         o_call = (row + start + o_i) * HV + i_hv
-        b_g = load_either(ring[2], o_ring, call[2], o_call, m_i, start + o_i >= 0, IN_RING)
-        b_log = tl.sum(tl.where(after, b_g[None, :], 0.0), axis=1) + since
+        later = start + o_i >= 0
+        b_g = load_either(ring[2], o_ring, call[2], o_call, m_i, later, IN_RING)
+        later = start + o_i + 1 >= 0
+        b_next = load_either(ring[2], o_ring + HV, call[2], o_call + HV, m_next, later, IN_RING)
+        b_log = tl.cumsum(b_next, axis=0, reverse=True) + since
         return b_k * tl.exp(b_log)[:, None], b_r, since + tl.sum(b_g, axis=0)
+
+
+@triton.jit
+def load_entry(
+    ring,
+    call,
+    i,
+    window,
+    at,
+    i_v,
+    i_h,
+    i_hv,
+    dims: tl.constexpr,
+    IS_KDA: tl.constexpr,
+    IN_RING: tl.constexpr,
+):
+    """(k [BK], r [BV], g: a number, for KDA [BK]) of entry i, which is in use."""
+    cursor, start = window
+    i_n, row = at
+    H: tl.constexpr = dims[0]
+    HV: tl.constexpr = dims[1]
+    K: tl.constexpr = dims[2]
+    V: tl.constexpr = dims[3]
+    LENGTH: tl.constexpr = dims[6]
+    o_k = tl.arange(0, dims[4])
+    o_v = i_v + tl.arange(0, dims[5])
+    in_ring = i_n * LENGTH + i
+    in_call = row + start + i
+    later = start + i >= 0
+    m_k = o_k < K
+    m_v = o_v < V
+    later_k = m_k & later
+    later_v = m_v & later
+    o_ring = (in_ring * H + i_h) * K + o_k
+    b_k = load_either(ring[0], o_ring, call[0], (in_call * H + i_h) * K + o_k, m_k, later_k, IN_RING)
+    o_ring = (in_ring * HV + i_hv) * V + o_v
+    b_r = load_either(ring[1], o_ring, call[1], (in_call * HV + i_hv) * V + o_v, m_v, later_v, IN_RING)
+    if IS_KDA:
+        o_ring = (in_ring * HV + i_hv) * K + o_k
+        b_g = load_either(ring[2], o_ring, call[2], (in_call * HV + i_hv) * K + o_k, m_k, later_k, IN_RING)
+    else:
+        always = i >= 0
+        b_g = load_either(ring[2], in_ring * HV + i_hv, call[2], in_call * HV + i_hv, always, later, IN_RING)
+    return b_k, b_r, b_g
 
 
 @triton.jit

@@ -6,7 +6,7 @@ an entry (or from C) to the token and kd = k∘exp(E),
     Rᵀk = Cᵀ(k∘exp(E_C)) + Σ_i (kd_iᵀk) r_i,   r = β(v − Rᵀk),   o = Cᵀ(q∘exp(E_C)) + Σ_i (kd_iᵀq) r_i + (kᵀq) r
 
 so that C is read in codes: a tile's scale multiplies two vectors, not 128 rows. The last token of a window builds
-R = Diag(exp(E_C)) C + Σ_i kd_i r_iᵀ, goes on as mode "token" does, and rounds.
+R = Diag(exp(E_C)) C + Σ_i kd_i r_iᵀ, one entry after another, goes on as mode "token" does, and rounds.
 
 Groups of arguments (ring, call, at, window, dims): see `replay_ring`.
 """
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from jlaqat.kernels.kept_state import round_state
-from jlaqat.kernels.replay_ring import load_block
+from jlaqat.kernels.replay_ring import load_block, load_entry
 from jlaqat.kernels.rounding import decode
 
 
@@ -124,16 +124,16 @@ def decayed_state(
     IS_KDA: tl.constexpr,
     IN_RING: tl.constexpr,
 ):
-    """R [BK, BV] of a token, from the checkpoint b_s and the entries."""
+    """R [BK, BV] of a token, from the checkpoint b_s and the entries, the newest first."""
     LENGTH: tl.constexpr = dims[6]
-    BL: tl.constexpr = dims[7]
-    BLOCKS: tl.constexpr = (LENGTH + BL - 1) // BL if LENGTH > 1 else 0
-    since = g
+    cursor, start = window
+    since = g  # log decay from the entries already read to the token
     b_entries = tl.zeros([b_s.shape[0], b_s.shape[1]], tl.float32)
-    for back in tl.static_range(BLOCKS):
-        block = BLOCKS - 1 - back
-        b_kd, b_r, since = load_block(ring, call, block, since, window, at, i_v, i_h, i_hv, dims, IS_KDA, IN_RING)
-        b_entries = tl.dot(tl.trans(b_kd), b_r, b_entries, input_precision="tf32x3")
+    for back in range(cursor):
+        b_k, b_r, b_g = load_entry(ring, call, cursor - 1 - back, window, at, i_v, i_h, i_hv, dims, IS_KDA, IN_RING)
+        b_kd = b_k * tl.exp(since)
+        b_entries = tl.fma(b_kd[:, None], tl.broadcast_to(b_r[None, :], b_s.shape), b_entries)
+        since += b_g
     b_decay = tl.exp(since)
     if IS_KDA:
         b_decay = b_decay[:, None]
