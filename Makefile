@@ -28,9 +28,12 @@ test-gpu: setup-test  ## the tests that need an NVIDIA GPU
 sanitize: setup-test  ## every kernel under compute-sanitizer, on an NVIDIA GPU (about 2 minutes)
 	$(PY) tests/gpu/sanitize.py
 
-bench: setup-test  ## the kernels' times and their peers', on an NVIDIA GPU (resumes; about 8 minutes on 16 cores), then the report
+bench: setup-test  ## the kernels' times and their peers', on an NVIDIA GPU (a quarter of an hour on 16 cores; resumes), then the report
 	$(PY) benchmarks/ceilings.py
-	$(PY) benchmarks/bench_kernels.py --jobs 14
+	test -d benchmarks/fla_configs || $(PY) benchmarks/fla_configs.py
+	test -d benchmarks/fla_configs || $(PY) benchmarks/bench_kernels.py --backends fla --stages targets --search-fla
+	$(PY) benchmarks/bench_kernels.py --jobs 12
+	$(PY) benchmarks/counters.py
 	$(PY) benchmarks/report.py
 
 report: setup-test  ## docs/performance.md and its plots, from the JSON in benchmarks/results

@@ -76,6 +76,22 @@ def test_stages_name_every_row_once():
     assert {row.shape for row in STAGES["targets"]} == {"8x4096x16", "1x8192x16"}
 
 
+def test_rows_that_are_there_are_not_planned_again(tmp_path):
+    import argparse
+
+    from bench_kernels import planned
+    from kernel_rows import TARGET_SHAPES, append
+
+    chosen = dict(backends="triton,jla", gates="kda", quants="plain", passes="fwd")
+    asked = argparse.Namespace(shapes=None, again=False, out=tmp_path / "rows.json", **chosen)
+    rows = planned(asked, "targets")
+    assert [(row.backend, row.shape) for row in rows] == [(b, s) for b in ("triton", "jla") for s in TARGET_SHAPES]
+    append(asked.out, rows[1].fields() | {"ms": 1.0})
+    assert planned(asked, "targets") == rows[:1] + rows[2:]
+    asked.again = True
+    assert planned(asked, "targets") == rows
+
+
 def test_a_row_replaces_its_older_self(tmp_path):
     from kernel_rows import STAGES, append, load
 
