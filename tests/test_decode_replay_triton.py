@@ -82,7 +82,7 @@ def test_a_step_changes_the_state_in_place():
     assert launch.count("#stablehlo.output_operand_alias<") == 5  # values, scale, ring k, r, g
 
 
-@pytest.mark.parametrize("gate", ["gdn", "kda"])
+@pytest.mark.parametrize("gate", ["gdn", pytest.param("kda", marks=pytest.mark.slow)])
 def test_auto_traced_for_a_gpu_still_runs_where_there_is_none(gate):
     """Traced for a GPU and lowered for the CPU, "auto" has the xla backend's bits, gradients and carries."""
     x = operands(gate)
