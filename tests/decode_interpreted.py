@@ -59,7 +59,7 @@ INT8 = QuantSpec.int8(granularity="key_row", rounding="stochastic")
 
 
 @pytest.mark.parametrize(
-    "spec", [DRAWN, pytest.param(INT8, marks=pytest.mark.slow), FLOAT16], ids=lambda spec: spec.format
+    "spec", [DRAWN, *(pytest.param(s, marks=pytest.mark.slow) for s in (INT8, FLOAT16))], ids=lambda spec: spec.format
 )
 def test_stochastic_rounding_draws_what_the_xla_backend_draws(spec):
     """Codes differ only where sums in another order do; those of rounding to nearest differ often."""

@@ -19,11 +19,17 @@ sys.path.insert(0, os.path.dirname(__file__))
 from kernel_launches import kernel_names
 
 import jlaqat
-from jlaqat import DecodePolicy, QuantSpec
+from jlaqat import DecodePolicy, QuantSpec, backends, decode_triton
 from jlaqat.testing import make_inputs
 
 REPLAY = DecodePolicy(state=QuantSpec.fp8(block_v=16), mode="replay", window=3, ring_dtype="bfloat16")
 pytestmark = pytest.mark.usefixtures("compile_quickly")
+
+
+@pytest.fixture(autouse=True)
+def auto_takes_replay(monkeypatch):
+    """As "auto" will, once the kernels have passed tests/gpu/test_replay.py."""
+    monkeypatch.setattr("jlaqat.decode.decode_triton_unproven", lambda policy: None)
 
 
 def operands(gate="gdn", T=5, B=2, H=1, HV=2):
@@ -125,3 +131,14 @@ def test_explicit_mesh_types():
         _, (o, carry) = jax.eval_shape(run, placed)
     assert tuple(o.sharding.spec)[:3] == ("b", None, "h") == tuple(carry.ring_r.sharding.spec)[:3]
     assert tuple(carry.cursor.sharding.spec) == ("b",)
+
+
+def test_auto_leaves_replay_to_xla_and_says_why(monkeypatch, caplog):
+    monkeypatch.undo()
+    backends._say_once.cache_clear()
+    with jlaqat.compile_for(90), caplog.at_level("INFO", logger="jlaqat"):
+        jaxpr = jax.make_jaxpr(loss)(jax.eval_shape(operands))
+    assert kernel_names(jaxpr.jaxpr) == []
+    assert "'auto' runs delta_rule_decode on 'xla'" in caplog.text
+    assert "kernels of replay have not passed all of their tests on a GPU" in (decode_triton.unproven(REPLAY) or "")
+    assert decode_triton.unproven(DecodePolicy.preset("vllm_fp8")) is None

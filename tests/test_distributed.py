@@ -184,6 +184,7 @@ def run_processes(directory, run, count, devices=1):
     assert [p.returncode for p in processes] == [0] * count, "\n".join(outputs)
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_losses_of_one(tmp_path):
     """Two processes, parameters cut between them, a checkpoint in the middle; one process then goes on alone."""
     sharding = ShardingConfig(data=-1, fsdp=True, fsdp_min_size=64)
