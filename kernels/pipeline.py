@@ -43,32 +43,39 @@ def _tables(call: Call) -> tuple[Any, Any]:
     return out["p_chunks"], out["p_sequences"]
 
 
+def _scan_inputs(x: dict[str, Any], p_sequences: Any) -> dict[str, Any]:
+    """What a scan reads in either direction, out of the results of the launches before it."""
+    return {
+        "p_q": x["p_qg"],
+        "p_k": x["p_kg"],
+        "p_w": x["p_w"],
+        "p_w_scale": x.get("p_w_scale", x["p_w"]),
+        "p_p": x["p_p"],
+        "p_g": x["p_gate"],
+        "p_sequences": p_sequences,
+    }
+
+
 def _scan_forward(
     call: Call, intra: dict[str, Any], p_sequences: Any, *, write_o: bool, save_h: bool, save_v: bool
 ) -> dict[str, Any]:
     """intra: p_qg, p_kg (q and k themselves for GDN), p_w, p_w_scale, p_u, p_p and p_gate (G, or e^(G_L) for KDA)."""
+    initial = call.inputs.initial_state
+    inputs = _scan_inputs(intra, p_sequences) | {
+        "p_u": intra["p_u"],
+        "p_initial": initial if initial is not None else intra["p_gate"],
+    }
     if pipeline_hopper.takes_state(call, write_o=write_o, save_h=save_h, save_v=save_v):
-        return pipeline_hopper.scan_forward(call, intra, p_sequences)
+        return pipeline_hopper.scan_forward(call, inputs)
     _, _, _, hv, k, v = call.sizes
     width, bk = call.state_width, power_of_two(k)
     knobs = call.tuning.state
     rounded = call.state_format != "none"
     tiles = -(-v // call.tile_v)
-    initial = call.inputs.initial_state
     launch = Launch(
         kernel=chunk_state.chunk_state_forward_kernel,
         grid=(call.n_sequences + call.is_packed) * hv * -(-v // width),
-        inputs={
-            "p_q": intra["p_qg"],
-            "p_k": intra["p_kg"],
-            "p_w": intra["p_w"],
-            "p_w_scale": intra.get("p_w_scale", intra["p_w"]),
-            "p_u": intra["p_u"],
-            "p_p": intra["p_p"],
-            "p_g": intra["p_gate"],
-            "p_initial": initial if initial is not None else intra["p_gate"],
-            "p_sequences": p_sequences,
-        },
+        inputs=inputs,
         outputs={
             "p_o": call.by_row(hv, v) if write_o else UNUSED,
             "p_final": call.sequence_states(),
@@ -177,33 +184,25 @@ def _saved_kda(call: Call, residuals: Residuals, p_chunks: Any, p_sequences: Any
 
 
 def _scan_backward(call: Call, saved: dict[str, Any], do: Any, dfinal: Any, p_sequences: Any) -> dict[str, Any]:
-    if pipeline_hopper.takes_reverse(call):
-        return pipeline_hopper.scan_backward(call, saved, do, dfinal, p_sequences)
     _, _, _, hv, k, v = call.sizes
+    inputs = _scan_inputs(saved, p_sequences) | {"p_do": do, "p_dfinal": dfinal}
+    outputs = {
+        "p_dh": call.states(call.dtype),
+        "p_dv_new": call.by_row(hv, v),
+        "p_dinitial": call.sequence_states(),
+    }
+    if pipeline_hopper.takes_reverse(call):
+        return pipeline_hopper.scan_backward(call, inputs, outputs)
     knobs = call.tuning.reverse
     w_format = call.w_format
     if w_format != "none" and call.tuning.decode_w:
-        w_format, saved = "none", saved | {"p_w": pipeline_gdn.decode_w(call, saved)}
+        w_format, inputs["p_w"] = "none", pipeline_gdn.decode_w(call, saved)
     bk, width = power_of_two(k), call.width(knobs.bv, v)
     launch = Launch(
         kernel=chunk_state.chunk_state_backward_kernel,
         grid=call.n_sequences * hv * -(-v // width),
-        inputs={
-            "p_q": saved["p_qg"],
-            "p_k": saved["p_kg"],
-            "p_w": saved["p_w"],
-            "p_w_scale": saved.get("p_w_scale", saved["p_w"]),
-            "p_p": saved["p_p"],
-            "p_g": saved["p_gate"],
-            "p_do": do,
-            "p_dfinal": dfinal,
-            "p_sequences": p_sequences,
-        },
-        outputs={
-            "p_dh": call.states(call.dtype),
-            "p_dv_new": call.by_row(hv, v),
-            "p_dinitial": call.sequence_states(),
-        },
+        inputs=inputs,
+        outputs=outputs,
         constants={
             **call.dims("scale", "T", "NT", "HK", "HV", "K", "V", "BT", "IS_KDA", "IS_PACKED"),
             **call.dims("HARDWARE_FP8", "PRECISION"),

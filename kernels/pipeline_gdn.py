@@ -116,39 +116,39 @@ def chunk_backward(
     call: Call, residuals: Residuals, saved: dict[str, Any], scan: dict[str, Any], do: Any, p_chunks: Any
 ) -> dict[str, Any]:
     """p_dq and p_dk (one a value head), p_dv, p_dbeta and p_dg."""
-    if pipeline_hopper.takes_chunk(call):
-        return pipeline_hopper.chunk_backward(call, residuals, saved, scan, do, p_chunks)
     _, _, _, hv, k, v = call.sizes
+    inputs = {
+        "p_q": call.inputs.q,
+        "p_k": call.inputs.k,
+        "p_v": call.inputs.v,
+        "p_gsum": saved["p_gsum"],
+        "p_beta": call.inputs.beta,
+        "p_x": residuals.x,
+        "p_w_scale": saved["p_w_scale"],
+        "p_h": saved["p_h"],
+        "p_h_scale": saved["p_h_scale"],
+        "p_dh": scan["p_dh"],
+        "p_dv_new": scan["p_dv_new"],
+        "p_do": do,
+        "p_chunks": p_chunks,
+    }
+    outputs = {
+        "p_dq": call.by_row(hv, k),
+        "p_dk": call.by_row(hv, k),
+        "p_dv": call.by_row(hv, v),
+        "p_dbeta": Buffer((call.rows, hv), dtype_name(call.inputs.beta)),
+        "p_dg": call.gate_sums(),
+    }
+    if pipeline_hopper.takes_chunk(call):
+        return pipeline_hopper.chunk_backward(call, inputs, outputs, saved["p_w"])
     knobs = call.tuning.chunk_backward
     bv = call.width(knobs.bv if call.dtype != "float32" else 64, v)
     scratch = call.by_row(hv, v) if v > bv else UNUSED
     launch = Launch(
         kernel=chunk_kernels.chunk_backward_kernel,
         grid=call.slots * hv,
-        inputs={
-            "p_q": call.inputs.q,
-            "p_k": call.inputs.k,
-            "p_v": call.inputs.v,
-            "p_gsum": saved["p_gsum"],
-            "p_beta": call.inputs.beta,
-            "p_x": residuals.x,
-            "p_w_scale": saved["p_w_scale"],
-            "p_h": saved["p_h"],
-            "p_h_scale": saved["p_h_scale"],
-            "p_dh": scan["p_dh"],
-            "p_dv_new": scan["p_dv_new"],
-            "p_do": do,
-            "p_chunks": p_chunks,
-        },
-        outputs={
-            "p_dq": call.by_row(hv, k),
-            "p_dk": call.by_row(hv, k),
-            "p_dv": call.by_row(hv, v),
-            "p_dbeta": Buffer((call.rows, hv), dtype_name(call.inputs.beta)),
-            "p_dg": call.gate_sums(),
-            "p_v_new": scratch,
-            "p_y": scratch,
-        },
+        inputs=inputs,
+        outputs=outputs | {"p_v_new": scratch, "p_y": scratch},
         constants={
             **call.dims("scale", "T", "NT", "H", "HV", "K", "V", "BT", "IS_PACKED"),
             **call.dims("STATE_FORMAT", "TILE_V", "HARDWARE_FP8", "PRECISION"),
