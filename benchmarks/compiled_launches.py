@@ -61,9 +61,10 @@ def absent_gpu(folder: Path):
         raise SystemExit(f"{library} is missing: pip install --no-deps --target {folder} jax-cuda13-pjrt")
     plugin = xla_client.load_pjrt_plugin_dynamically("cuda", str(library))
     xla_client.initialize_pjrt_plugin("cuda")
-    register = functools.partial
-    xla_client.register_custom_type_handler("CUDA", register(extension.register_custom_type, plugin))
-    xla_client.register_custom_call_handler("CUDA", register(extension.register_custom_call_target, plugin))
+    on_type = functools.partial(extension.register_custom_type, plugin)
+    on_call = functools.partial(extension.register_custom_call_target, plugin)
+    xla_client.register_custom_type_handler("CUDA", on_type)
+    xla_client.register_custom_call_handler("CUDA", on_call)
     for name, kind in extension.ffi_types().items():
         xla_client.register_custom_type(name, kind, platform="CUDA")
     for name, handler in extension.ffi_handlers().items():

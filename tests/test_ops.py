@@ -199,8 +199,8 @@ def test_static_scales_clip_values_and_gradients():
     wanted = results_and_gradients(x, cotangents, None, op=reference.delta_rule_chunks, quant=quant, arrays=arrays)
     compare(got, (*wanted[0], wanted[1]), 0.01, dict.fromkeys(GRADIENTS, 0.03))
     straight = DeltaQuant(state=FP8(scale="static", block_v=16), w=FP8(scale="static"))
-    other = jax.jit(lambda x: jlaqat.delta_rule(**x, quant=straight, quant_arrays=arrays))(x)
-    assert_close(got[0][1], other[1], 1e-6)
+    other = jax.jit(lambda x: reference.delta_rule_chunks(**x, quant=straight, quant_arrays=arrays))(x)
+    assert_close(got[0][1], other[1], 0.01)
     amax_gradient = jax.jit(jax.grad(lambda a: jlaqat.delta_rule(**x, quant=quant, quant_arrays=a)[0].sum()))
     leaves = jax.tree.leaves(amax_gradient(arrays._replace(step=0.0, layer=0.0, sequence_offset=0.0, head_offset=0.0)))
     assert not any(np.any(leaf) for leaf in leaves), "no gradient flows to scales"
