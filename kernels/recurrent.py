@@ -17,6 +17,15 @@ from jlaqat.kernels.philox import draw_words
 
 
 @triton.jit
+def locate_program(H: tl.constexpr, HV: tl.constexpr, V: tl.constexpr, BV: tl.constexpr):
+    """(first column, value head, sequence as int64, head of q and k) of a program: columns of a state come first."""
+    pid = tl.program_id(0)
+    PROGRAMS_V: tl.constexpr = (V + BV - 1) // BV
+    i_hv = (pid // PROGRAMS_V) % HV
+    return (pid % PROGRAMS_V) * BV, i_hv, (pid // (PROGRAMS_V * HV)).to(tl.int64), i_hv // (HV // H)
+
+
+@triton.jit
 def rows_of(p_first, p_count, i_n, T, PER_ROW, RAGGED: tl.constexpr):
     """(the row of operands [B, T, ...] that sequence i_n lies in, its first token there, how many tokens it has).
 
@@ -103,12 +112,7 @@ def recurrent_forward_kernel(
     HARDWARE_FP8: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    pid = tl.program_id(0)
-    PROGRAMS_V: tl.constexpr = (V + BV - 1) // BV
-    i_v = (pid % PROGRAMS_V) * BV
-    i_hv = (pid // PROGRAMS_V) % HV
-    i_n = (pid // (PROGRAMS_V * HV)).to(tl.int64)
-    i_h = i_hv // (HV // H)
+    i_v, i_hv, i_n, i_h = locate_program(H, HV, V, BV)
     o_k = tl.arange(0, BK)
     o_v = i_v + tl.arange(0, BV)
     state = i_n * HV + i_hv
@@ -266,13 +270,9 @@ def recurrent_backward_kernel(
     VECTOR: tl.constexpr,
 ):
     """Straight through every rounding; R, r and the written state are formed again from the saved ones."""
-    pid = tl.program_id(0)
     PROGRAMS_V: tl.constexpr = (V + BV - 1) // BV
-    part = pid % (PROGRAMS_V * HV)
-    i_v = (pid % PROGRAMS_V) * BV
-    i_hv = (pid // PROGRAMS_V) % HV
-    i_n = (pid // (PROGRAMS_V * HV)).to(tl.int64)
-    i_h = i_hv // (HV // H)
+    part = tl.program_id(0) % (PROGRAMS_V * HV)
+    i_v, i_hv, i_n, i_h = locate_program(H, HV, V, BV)
     o_k = tl.arange(0, BK)
     o_v = i_v + tl.arange(0, BV)
     m_s = (o_k < K)[:, None] & (o_v < V)[None, :]

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from jlaqat.kernels.kept_state import load_kept, load_rounded, load_scales, store_rounded
-from jlaqat.kernels.recurrent import load_token, rows_of, store_token_gradients
+from jlaqat.kernels.recurrent import load_token, locate_program, rows_of, store_token_gradients
 from jlaqat.kernels.replay_ring import append, store_ring
 from jlaqat.kernels.replay_token import decayed_state, flush_token, join_token, load_parts
 
@@ -48,12 +48,7 @@ def replay_step_kernel(
     HARDWARE_FP8: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    pid = tl.program_id(0)
-    PROGRAMS_V: tl.constexpr = (V + BV - 1) // BV
-    i_v = (pid % PROGRAMS_V) * BV
-    i_hv = (pid // PROGRAMS_V) % HV
-    i_n = (pid // (PROGRAMS_V * HV)).to(tl.int64)
-    i_h = i_hv // (HV // H)
+    i_v, i_hv, i_n, i_h = locate_program(H, HV, V, BV)
     o_k = tl.arange(0, BK)
     o_v = i_v + tl.arange(0, BV)
     at = (i_n, i_n)
@@ -158,12 +153,7 @@ def replay_forward_kernel(
     HARDWARE_FP8: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    pid = tl.program_id(0)
-    PROGRAMS_V: tl.constexpr = (V + BV - 1) // BV
-    i_v = (pid % PROGRAMS_V) * BV
-    i_hv = (pid // PROGRAMS_V) % HV
-    i_n = (pid // (PROGRAMS_V * HV)).to(tl.int64)
-    i_h = i_hv // (HV // H)
+    i_v, i_hv, i_n, i_h = locate_program(H, HV, V, BV)
     o_k = tl.arange(0, BK)
     o_v = i_v + tl.arange(0, BV)
     i_b, first, count = rows_of(p_first, p_count, i_n, T, PER_ROW, RAGGED)
@@ -306,13 +296,9 @@ def replay_backward_kernel(
     VECTOR: tl.constexpr,
 ):
     """Straight through every rounding; the state before a token is built from the checkpoint of its window."""
-    pid = tl.program_id(0)
     PROGRAMS_V: tl.constexpr = (V + BV - 1) // BV
-    part = pid % (PROGRAMS_V * HV)
-    i_v = (pid % PROGRAMS_V) * BV
-    i_hv = (pid // PROGRAMS_V) % HV
-    i_n = (pid // (PROGRAMS_V * HV)).to(tl.int64)
-    i_h = i_hv // (HV // H)
+    part = tl.program_id(0) % (PROGRAMS_V * HV)
+    i_v, i_hv, i_n, i_h = locate_program(H, HV, V, BV)
     o_k = tl.arange(0, BK)
     o_v = i_v + tl.arange(0, BV)
     i_b, first, count = rows_of(p_first, p_count, i_n, T, PER_ROW, RAGGED)
