@@ -13,20 +13,13 @@ os.environ["TRITON_INTERPRET"] = "1"
 import kernel_oracle as oracle
 import pytest
 import torch
+from recurrent_oracle import SMALL_SPECS as SPECS
 from recurrent_oracle import at_slot, check_call, entering_state, step_by_step
 
 from jlaqat.kernels import recurrent_pipeline as pipeline
 from jlaqat.kernels.call import UnsupportedByKernels
 from jlaqat.spec import QuantSpec
 from jlaqat.torch_bridge.run import poisoned_run
-
-SPECS = {
-    "float32": None,
-    "e4m3-tile": QuantSpec.fp8(block_v=16),
-    "int8-key_row": QuantSpec.int8(granularity="key_row"),
-    "e4m3-value_row": QuantSpec.fp8(granularity="value_row"),
-    "float16": QuantSpec.float16(),
-}
 
 
 def tokens_of(kda, seed=3, dtype=torch.float32, **sizes):

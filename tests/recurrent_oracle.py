@@ -6,6 +6,25 @@ import torch
 
 from jlaqat.kernels import recurrent_pipeline as pipeline
 from jlaqat.rounding import fake_quantize, quantize_codes
+from jlaqat.spec import QuantSpec
+
+# The forms in which the kernels keep a state; and those that the interpreter, which is slow, is given.
+SPECS = {
+    "float32": None,
+    "e4m3-tile": QuantSpec.fp8(),
+    "int8-tile": QuantSpec.int8(block_v=32),
+    "int8-key_row": QuantSpec.int8(granularity="key_row"),
+    "e4m3-value_row": QuantSpec.fp8(granularity="value_row"),
+    "bfloat16": QuantSpec.bfloat16(),
+    "float16": QuantSpec.float16(),
+}
+SMALL_SPECS = {
+    "float32": None,
+    "e4m3-tile": QuantSpec.fp8(block_v=16),
+    "int8-key_row": QuantSpec.int8(granularity="key_row"),
+    "e4m3-value_row": QuantSpec.fp8(granularity="value_row"),
+    "float16": QuantSpec.float16(),
+}
 
 
 def entering_state(state, options):

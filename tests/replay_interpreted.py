@@ -11,20 +11,12 @@ import pytest
 import recurrent_oracle
 import replay_oracle as oracle
 import torch
+from recurrent_oracle import SMALL_SPECS as SPECS
 
 from jlaqat.kernels import recurrent_pipeline
 from jlaqat.kernels import replay_pipeline as pipeline
 from jlaqat.kernels.recurrent_pipeline import Options, Tokens
-from jlaqat.spec import QuantSpec
 from jlaqat.torch_bridge.run import poisoned_run
-
-SPECS = {
-    "float32": None,
-    "e4m3-tile": QuantSpec.fp8(block_v=16),
-    "int8-key_row": QuantSpec.int8(granularity="key_row"),
-    "e4m3-value_row": QuantSpec.fp8(granularity="value_row"),
-    "float16": QuantSpec.float16(),
-}
 
 
 def call(kda, name, length, ring_dtype=torch.float32, read_stored=False):

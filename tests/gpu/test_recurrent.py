@@ -6,7 +6,7 @@ import kernel_oracle as oracle
 import numpy as np
 import pytest
 import torch
-from recurrent_oracle import at_slot, check_call, entering_state, step_by_step
+from recurrent_oracle import SPECS, at_slot, check_call, entering_state, step_by_step
 
 import jlaqat
 from jlaqat import DecodePolicy, QuantSpec
@@ -15,15 +15,6 @@ from jlaqat.testing import assert_close, make_inputs
 from jlaqat.torch_bridge.run import poisoned_run
 
 HARDWARE = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
-SPECS = {
-    "float32": None,
-    "e4m3-tile": QuantSpec.fp8(),
-    "int8-tile": QuantSpec.int8(block_v=32),
-    "int8-key_row": QuantSpec.int8(granularity="key_row"),
-    "e4m3-value_row": QuantSpec.fp8(granularity="value_row"),
-    "bfloat16": QuantSpec.bfloat16(),
-    "float16": QuantSpec.float16(),
-}
 
 
 def tokens_of(kda, dtype=torch.bfloat16, **sizes):

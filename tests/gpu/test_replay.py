@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import replay_oracle as oracle
 import torch
-from recurrent_oracle import entering_state
+from recurrent_oracle import SPECS, entering_state
 
 import jlaqat
 from jlaqat import DecodePolicy, QuantSpec
@@ -18,14 +18,6 @@ from jlaqat.testing import assert_close, make_inputs
 from jlaqat.torch_bridge.run import poisoned_run
 
 HARDWARE = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
-SPECS = {
-    "float32": None,
-    "e4m3-tile": QuantSpec.fp8(),
-    "int8-tile": QuantSpec.int8(block_v=32),
-    "int8-key_row": QuantSpec.int8(granularity="key_row"),
-    "e4m3-value_row": QuantSpec.fp8(granularity="value_row"),
-    "bfloat16": QuantSpec.bfloat16(),
-}
 
 
 @pytest.fixture(autouse=True)
