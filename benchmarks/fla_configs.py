@@ -7,6 +7,9 @@ The first command compiles: a few processes a gate, each its share of the config
 cache on disk has them all then. The second one searches (FLA times every configuration), which now takes seconds, and
 writes what was chosen to benchmarks/fla_configs, in the format that FLA reads (FLA_CONFIG_DIR). Later runs need
 neither: sequence lengths are not part of FLA's keys, and where no entry fits, the first of a kernel's file serves.
+
+The first command needs no GPU if it is told for which: `--without-gpu 90` compiles for SM90 into a cache that the GPU
+machine may be given (without_gpu.py), of short sequences, since lengths do not matter.
 """
 
 from __future__ import annotations
@@ -17,15 +20,18 @@ import gc
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import without_gpu
 from kernel_rows import GATES, TARGET_SHAPES, Row
 
 FOLDER = Path(__file__).parent / "fla_configs"
+SHORT = 1024  # tokens; as 4096 and 8192 it gives a number of chunks that 16 divides, which Triton compiles for
 
 
 def no_configs() -> None:
@@ -48,13 +54,20 @@ def search_quickly() -> None:
     Autotuner._bench = quick
 
 
-def compile_share(gate: str, shapes: list[str], shard: int, shards: int) -> None:
-    """Goes through forward and backward of the shapes; compiles every `shards`-th configuration, launches nothing."""
-    no_configs()
-    from triton.runtime.autotuner import Autotuner
-    from triton.runtime.jit import JITFunction
+def compile_share(gate: str, shapes: list[str], shard: int, shards: int, capability: int | None) -> None:
+    """Goes through forward and backward of the shapes; compiles every `shards`-th configuration, launches nothing.
 
-    bench, launch, counter = Autotuner._bench, JITFunction.run, itertools.count()
+    capability: of the GPU that is not there.
+    """
+    no_configs()
+    if capability is None:
+        without_gpu.launch_nothing()
+    else:
+        without_gpu.pretend(capability)
+        shapes = [re.sub(r"x\d+x", f"x{SHORT}x", shape, count=1) for shape in shapes]
+    from triton.runtime.autotuner import Autotuner
+
+    bench, counter = Autotuner._bench, itertools.count()
 
     def compile_mine(self: Any, *args: Any, config: Any, **meta: Any) -> list[float]:
         if next(counter) % shards != shard:
@@ -62,10 +75,7 @@ def compile_share(gate: str, shapes: list[str], shard: int, shards: int) -> None
         self.do_bench = lambda kernel_call, quantiles: (kernel_call(), [1.0] * 3)[1]
         return bench(self, *args, config=config, **meta)
 
-    def only_compile(self: Any, *args: Any, grid: Any, warmup: bool, **meta: Any) -> Any:
-        return launch(self, *args, grid=grid, warmup=True, **meta)
-
-    Autotuner._bench, JITFunction.run = compile_mine, only_compile
+    Autotuner._bench = compile_mine
     import kernel_calls
 
     for shape in shapes:
@@ -99,17 +109,22 @@ def save() -> None:
 
 def main() -> None:
     if sys.argv[1:2] == ["--worker"]:
-        gate, shapes, shard, shards = sys.argv[2:]
-        return compile_share(gate, shapes.split(","), int(shard), int(shards))
+        gate, shapes, shard, shards, capability = sys.argv[2:]
+        return compile_share(gate, shapes.split(","), int(shard), int(shards), int(capability) or None)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gates", default=",".join(GATES))
     parser.add_argument("--shapes", default=",".join(TARGET_SHAPES))
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument(
+        "--without-gpu", type=int, default=0, metavar="90", help="compile for this GPU, which is not here"
+    )
     args = parser.parse_args()
     gates, start = args.gates.split(","), time.monotonic()
     shards = max(1, args.jobs // len(gates))
     workers = [
-        subprocess.Popen([sys.executable, __file__, "--worker", gate, args.shapes, str(shard), str(shards)])
+        subprocess.Popen(
+            [sys.executable, __file__, "--worker", gate, args.shapes, *map(str, (shard, shards, args.without_gpu))]
+        )
         for gate in gates
         for shard in range(shards)
     ]
