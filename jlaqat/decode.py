@@ -6,6 +6,7 @@ chunk by chunk as `delta_rule` does; its state is handed over, and the tokens af
 
 from __future__ import annotations
 
+import numbers
 from typing import Any
 
 import jax
@@ -36,7 +37,7 @@ from jlaqat.op_shards import OperandLayouts, on_shards
 from jlaqat.rounding import div_rn, straight_through
 from jlaqat.shards import all_varying_axes, vary_over
 from jlaqat.sites import Place
-from jlaqat.spec import DeltaQuant, QuantArrays, QuantSpec
+from jlaqat.spec import CHUNK_SIZE, DeltaQuant, QuantArrays, QuantSpec
 
 Array = jax.Array
 
@@ -56,6 +57,7 @@ def delta_rule_decode(
     scale: float | None = None,
     w: QuantSpec | None = None,
     quant_arrays: QuantArrays | None = None,
+    checkpoint_every: int = CHUNK_SIZE,
     backend: str = "auto",
 ) -> tuple[Array, DecodeCarry]:
     """Gated DeltaNet or Kimi Delta Attention as a decoder runs it: token by token, the state kept as `quant` says.
@@ -79,6 +81,9 @@ def delta_rule_decode(
       scale: of q; a Python number, K^−½ unless given.
       w: rounds the WY factor inside prefixes, as `DeltaQuant.w`.
       quant_arrays: step, layer and offsets that key stochastic rounding; a static w_amax.
+      checkpoint_every: decoded tokens between two states that are kept for a gradient, which runs those between them
+        again: memory against time, and no bit of any result. 1 keeps every state and runs nothing twice. "xla" keeps
+        one every 64 tokens, or all; replay by kernels has its checkpoints for it, whatever this says.
       backend: "xla" (any device), "triton" (NVIDIA GPUs; see `decode_triton.why_not` for what it takes), "reference"
         (slow, for tests), or "auto": "triton" where it can. A prefix runs on the backend of that name.
 
@@ -91,6 +96,7 @@ def delta_rule_decode(
 
     Source of the maths: arXiv 2412.06464, arXiv 2510.26692; docs/decode.md says what rounds where, and who does it.
     """
+    _check_checkpoint_every(checkpoint_every)
     inputs, tokens, arrays, scale = prepare(
         q, k, v, g, beta, state, quant, prefix_lengths, lengths, cu_seqlens, scale, quant_arrays
     )
@@ -102,7 +108,7 @@ def delta_rule_decode(
         memory = None if carry is None else unpack(carry, quant, computation_dtype(inputs.v))
         o_prefix, inside, memory = _prefill(inputs, memory, tokens, quant, arrays, scale, w, backend)
         carry = carry if tokens.prefix is None else None  # otherwise a prefix made another memory of it
-        o, memory, carry = _decode(inputs, memory, tokens, quant, arrays, scale, by_kernels, carry)
+        o, memory, carry = _decode(inputs, memory, tokens, quant, arrays, scale, by_kernels, checkpoint_every, carry)
         if inside is not None:
             o = jnp.where(inside[..., None, None], o_prefix, o)
         return o.astype(inputs.v.dtype), _pack(memory, quant, inputs) if carry is None else carry
@@ -260,6 +266,7 @@ def _decode(
     arrays: QuantArrays,
     scale: float,
     by_kernels: str | None,
+    checkpoint_every: int = CHUNK_SIZE,
     carry: DecodeCarry | None = None,
 ):
     """(o [B, T, HV, V], 0 where nothing is decoded; the memory after the last token; its carry where kernels made one).
@@ -281,8 +288,8 @@ def _decode(
         operands = Inputs(q, k, v, g, beta, memory.S)
         o, carry = decode_replay(quant, scale, operands, before, span, portable=by_kernels != "triton")
     elif by_kernels:
-        operands = Inputs(q, k, v, g, beta, memory.S)
-        o, memory = decode_triton(quant, scale, operands, memory, span, arrays, portable=by_kernels != "triton")
+        operands, how = Inputs(q, k, v, g, beta, memory.S), {"portable": by_kernels != "triton"}
+        o, memory = decode_triton(quant, scale, operands, memory, span, arrays, every=checkpoint_every, **how)
     elif T - skipped == 1 and tokens.cu_seqlens is None:
         active, sequence = jnp.ones(k.shape[0], bool), jnp.arange(k.shape[0], dtype=jnp.int32)
         if tokens.prefix is not None:
@@ -293,7 +300,8 @@ def _decode(
         memory, o, _ = token(memory, row, active, sequence, quant, arrays)
         o = o[:, None]
     else:
-        o, memory = decode_scan(quant, scale, Inputs(q, k, v, g, beta, memory.S), memory, span, arrays)
+        operands, keep_all = Inputs(q, k, v, g, beta, memory.S), checkpoint_every == 1
+        o, memory = decode_scan(quant, scale, operands, memory, span, arrays, keep_all)
     o = rotate(o) if quant.rotated else o
     return jnp.pad(o, ((0, 0), (skipped, 0), (0, 0), (0, 0))), memory, carry
 
@@ -348,6 +356,14 @@ def _inside(tokens: Tokens, B: int, T: int) -> Array:
     known = sequence < prefix.shape[0]
     sequence = jnp.minimum(sequence, prefix.shape[0] - 1)
     return (known & (index - cu[sequence] < prefix[sequence]))[None]
+
+
+def _check_checkpoint_every(every: Any) -> None:
+    if isinstance(every, bool) or not isinstance(every, numbers.Integral) or every < 1:
+        raise ValueError(
+            f"checkpoint_every={every!r} must be a positive integer, the tokens between two states that are kept for a "
+            f"gradient; give 1 to keep every state, or leave it at {CHUNK_SIZE}."
+        )
 
 
 def _by_kernels(backend: str, quant: DecodePolicy, inputs: Inputs) -> str | None:

@@ -2,7 +2,7 @@
 
 `token` is one step, written once: the scan runs it in training, a decoder runs it alone. The scan goes over segments of
 64 tokens; the backward keeps the state that enters each and runs a segment again, rounding included, before going
-through it in reverse, so that memory grows with T / 64. Sums over keys are matrix products a head and products are
+through it in reverse, so that memory grows with T / 64; or it keeps what every token leaves and runs nothing again. Sums over keys are matrix products a head and products are
 rounded before they are added, so that a step alone, the scan and its backward's run get the same bits.
 Formulas and what rounds where: docs/decode.md.
 """
@@ -70,7 +70,7 @@ class Residuals(NamedTuple):
     memory: Memory  # entering the call
     span: Span
     arrays: QuantArrays
-    entering: Any  # (S, residual, position, cursor) entering each segment, leading [n]
+    kept: Any  # (S, residual, position, cursor) entering each segment, leading [n]; or Passed, leading [n, 64]
 
 
 def token(
@@ -134,19 +134,26 @@ def make_rows(operands: Iterable[Array], scale: float) -> Rows:
 # ---- the scan --------------------------------------------------------------------------------------------------------
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 6))
 def decode_scan(
-    policy: DecodePolicy, scale: float, inputs: Inputs, memory: Memory, span: Span, arrays: QuantArrays
+    policy: DecodePolicy,
+    scale: float,
+    inputs: Inputs,
+    memory: Memory,
+    span: Span,
+    arrays: QuantArrays,
+    keep_all: bool = False,
 ) -> tuple[Array, Memory]:
     """(o [B, T, HV, V], memory after the tokens of `span`), T ≥ 1.
 
     inputs: in the dtype of the computation; k and g as the ring keeps them; initial_state: memory.S again, the one
-    field of memory that a gradient flows to. o is 0 at tokens that are not decoded.
+    field of memory that a gradient flows to. o is 0 at tokens that are not decoded. keep_all: what every token leaves
+    for the backward is kept, two states a token, and no segment is run again.
     """
-    return _forward(policy, scale, inputs, memory, span, arrays)[0]
+    return _forward(policy, scale, inputs, memory, span, arrays, keep_all)[0]
 
 
-def _forward(policy, scale, inputs: Inputs, memory: Memory, span: Span, arrays: QuantArrays):
+def _forward(policy, scale, inputs: Inputs, memory: Memory, span: Span, arrays: QuantArrays, keep_all: bool):
     layout, rows, schedule = _prepare(inputs, span, scale)
     states = States(layout.packed)
     assert inputs.initial_state is not None
@@ -157,34 +164,43 @@ def _forward(policy, scale, inputs: Inputs, memory: Memory, span: Span, arrays: 
         entering: Memory = jax.tree.map(lambda x: states.read(x, schedule.sequence), carry)
 
         def run(memory: Memory):
-            return _run_segment(memory, rows, schedule, policy, arrays)[:2]
+            leaving, o, passed = _run_segment(memory, rows, schedule, policy, arrays)
+            return leaving, o, passed if keep_all else None
+
+        def skip(memory: Memory):
+            passed = jax.eval_shape(run, memory)[2]
+            return memory, _zeros(rows.v), jax.tree.map(lambda x: _zeros_of(x, rows.v), passed)
 
         # Segments before the decoded tokens, and those that hold nothing, cost nothing.
-        leaving, o = jax.lax.cond(jnp.any(schedule.active), run, lambda memory: (memory, _zeros(rows.v)), entering)
+        leaving, o, passed = jax.lax.cond(jnp.any(schedule.active), run, skip, entering)
         carry = jax.tree.map(lambda x, y: states.write(x, y, schedule.sequence), carry, leaving)
-        return carry, (o, (entering.S, entering.residual, entering.position, entering.cursor))
+        kept = passed if keep_all else (entering.S, entering.residual, entering.position, entering.cursor)
+        return carry, (o, kept)
 
-    carry, (o, entering) = jax.lax.scan(segment, _spare_row(memory, layout), (rows, schedule))
+    carry, (o, kept) = jax.lax.scan(segment, _spare_row(memory, layout), (rows, schedule))
     result = _restore(o, layout, inputs.v), jax.tree.map(states.finish, carry)
-    return result, Residuals(inputs, memory, span, arrays, entering)
+    return result, Residuals(inputs, memory, span, arrays, kept)
 
 
-def _backward(policy, scale, residuals: Residuals, cotangents: tuple[Array, Memory]):
+def _backward(policy, scale, keep_all: bool, residuals: Residuals, cotangents: tuple[Array, Memory]):
     """Gradients of `Inputs`, straight through every rounding; nothing for the rest."""
-    inputs, memory, span, arrays, entering = residuals
+    inputs, memory, span, arrays, kept = residuals
     layout, rows, schedule = _prepare(inputs, span, scale)
     states = States(layout.packed)
     do = _by_row(cotangents[0], layout)
 
     def segment(carry: Array, part):
-        rows, schedule, (S, residual, position, cursor), do = part
+        rows, schedule, kept, do = part
         dS = states.read(carry, schedule.sequence)
 
-        def run(dS: Array):
+        def run_again() -> Passed:
             # Of stored states and the ring only what the tokens write matters, and that is not read here.
             blank: Memory = jax.tree.map(lambda x: states.read(x, schedule.sequence), memory_rows)
-            entering = blank._replace(S=S, residual=residual, position=position, cursor=cursor)
-            passed = _run_segment(entering, rows, schedule, policy, arrays)[2]
+            entering = blank._replace(**dict(zip(("S", "residual", "position", "cursor"), kept)))
+            return _run_segment(entering, rows, schedule, policy, arrays)[2]
+
+        def run(dS: Array):
+            passed = kept if keep_all else run_again()
             return _segment_backward(dS, do, rows, passed, schedule)
 
         skip = Rows(*(_zeros(x) for x in rows))
@@ -193,7 +209,7 @@ def _backward(policy, scale, residuals: Residuals, cotangents: tuple[Array, Memo
 
     memory_rows = _spare_row(memory, layout)
     start = _spare_row(cotangents[1].S, layout)
-    carry, gradients = jax.lax.scan(segment, start, (rows, schedule, entering, do), reverse=True)
+    carry, gradients = jax.lax.scan(segment, start, (rows, schedule, kept, do), reverse=True)
     dq, dk, dv, dg, dbeta = gradients
     heads = inputs.k.shape[2]
     d_inputs = Inputs(
@@ -262,7 +278,12 @@ def _of_sequence(x: Array, layout: Layout) -> Array:
 
 
 def _zeros(like: Array) -> Array:
-    return vary_over(jnp.zeros(like.shape, like.dtype), varying_axes(like))
+    return _zeros_of(like, like)
+
+
+def _zeros_of(shape: Any, like: Array) -> Array:
+    """Zeros of the shape and dtype of one, over the mesh axes that the other varies over."""
+    return vary_over(jnp.zeros(shape.shape, shape.dtype), varying_axes(like))
 
 
 def _by_row(x: Array, layout: Layout) -> Array:

@@ -3,7 +3,8 @@
 Mode "token", states in E4M3 or INT8 (by tile, key_row or value_row), bfloat16, float16 or float32, on
 NVIDIA GPUs from SM80 on; `why_not` says what stands in the way of a call. The kernels walk the same rows as
 `decode_scan` and keep the same codes; sums over keys run in another order, so the two agree as float32 sums do. The
-backward keeps the state after every 64 tokens and runs a segment again, with the same kernel, before going through it.
+backward wants the state before every token. The forward under a gradient keeps one every `every` tokens, and the
+backward runs what lies between two again, with the same kernel, before going through it; with 1 nothing runs twice.
 
 A sequence has the bits that it has alone, wherever its tokens lie: in a row to itself, in a part of one, or packed.
 """
@@ -66,24 +67,39 @@ def decode_triton(
     span: Span,
     arrays: QuantArrays,
     *,
+    every: int = CHUNK_SIZE,
     portable: bool = False,
 ) -> tuple[Array, Memory]:
     """(o [B, T, HV, V], memory after the tokens of `span`), as `decode_scan` returns them. T ≥ 1.
 
     inputs: float32, k and g as the policy keeps them; initial_state is memory.S again, the one field of memory that a
-    gradient flows to. o is 0 at tokens that are not decoded. portable: lowered for other platforms than CUDA, run as
-    the xla backend does.
+    gradient flows to. o is 0 at tokens that are not decoded. every: tokens between two states that are kept for the
+    backward. portable: lowered for other platforms than CUDA, run as the xla backend does.
 
     Composes with jit (it runs on shards of batch and heads as they lie), grad, vmap (folded into the batch), scan,
     jax.checkpoint, and shard_map over batch and heads.
     """
     counters = _counters(policy, memory.position, inputs.v.shape[2], arrays)
     entering = Entering(memory.stored, memory.residual, counters)
-    o, S, stored, residual = _decode(target_of(portable=portable), policy, scale, inputs, entering, span)
+    how = How(target_of(portable=portable), policy, scale, every)
+    o, S, stored, residual = _decode(how, inputs, entering, span)
     B, T = inputs.k.shape[:2]
     bounds = bounds_of(span, B, T)
     position = memory.position + (T if bounds is None else bounds.count)
     return o, memory._replace(S=S, stored=stored, residual=residual, position=position)
+
+
+class How(NamedTuple):
+    """What is known when a call is traced."""
+
+    target: Target
+    policy: DecodePolicy
+    scale: float
+    every: int  # tokens between two states that are kept for the backward
+
+    @property
+    def options(self) -> Any:
+        return options_of(self.target, self.policy, self.scale)
 
 
 class Entering(NamedTuple):
@@ -120,22 +136,22 @@ def _counters(policy: DecodePolicy, position: Array, heads: int, arrays: QuantAr
     return jnp.stack([jnp.broadcast_to(word(x), (count, heads)) for x in words], axis=-1)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _decode(target: Target, policy: DecodePolicy, scale: float, inputs: Inputs, entering: Entering, span: Span):
-    o, stored, residual, _ = _forward(target, policy, scale, False)(inputs[:5], entering, span)
-    return o, decode(stored, policy, jnp.float32), stored, residual
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _decode(how: How, inputs: Inputs, entering: Entering, span: Span):
+    o, stored, residual, _ = _forward(how, False)(inputs[:5], entering, span)
+    return o, decode(stored, how.policy, jnp.float32), stored, residual
 
 
-def _decode_fwd(target: Target, policy: DecodePolicy, scale: float, inputs: Inputs, entering: Entering, span: Span):
-    o, stored, residual, saved = _forward(target, policy, scale, True)(inputs[:5], entering, span)
-    return (o, decode(stored, policy, jnp.float32), stored, residual), (inputs, entering, span, saved)
+def _decode_fwd(how: How, inputs: Inputs, entering: Entering, span: Span):
+    o, stored, residual, saved = _forward(how, True)(inputs[:5], entering, span)
+    return (o, decode(stored, how.policy, jnp.float32), stored, residual), (inputs, entering, span, saved)
 
 
-def _decode_bwd(target: Target, policy: DecodePolicy, scale: float, residuals: Any, cotangents: Any):
+def _decode_bwd(how: How, residuals: Any, cotangents: Any):
     """Gradients of the operands and of the entering state, straight through every rounding."""
     inputs, entering, span, saved = residuals
     do, dS, *_ = cotangents
-    gradients = _backward(target, policy, scale)(inputs[:5], entering, span, saved, do, dS)
+    gradients = _backward(how)(inputs[:5], entering, span, saved, do, dS)
     given: list[Any] = [d.astype(x.dtype) for d, x in zip(gradients, inputs, strict=True)]
     return Inputs(*given), None, None
 
@@ -178,24 +194,24 @@ def tokens_inside(bounds: Any, batch: int, num_tokens: int) -> Array:
 
 
 @functools.cache
-def _forward(target: Target, policy: DecodePolicy, scale: float, with_saved: bool):
-    """(tokens, entering, span) -> (o, Stored, residual, states after every 64 tokens as the kernels keep them)."""
+def _forward(how: How, with_saved: bool):
+    """(tokens, entering, span) -> (o, Stored, residual, the states that are saved as the kernels keep them)."""
 
     def kernels(tokens: Any, entering: Entering, span: Span):
-        options = options_of(target, policy, scale)
-        o, state, saved = launch_forward(target.run, options, tokens, entering, span, with_saved)
-        return o, as_stored(state, policy), state.lost, saved
+        every = how.every if with_saved else None
+        o, state, saved = launch_forward(how.target.run, how.options, tokens, entering, span, every)
+        return o, as_stored(state, how.policy), state.lost, saved
 
     def elsewhere(tokens: Any, entering: Entering, span: Span):
         """Nothing saved: the backward starts from the inputs again."""
-        S = decode(entering.stored, policy, jnp.float32)
-        o, memory = _by_scan(policy, scale, tokens, entering, S, span)
+        S = decode(entering.stored, how.policy, jnp.float32)
+        o, memory = _by_scan(how, tokens, entering, S, span)
         saved = jax.eval_shape(kernels, tokens, entering, span)[3]
         return o, memory.stored, memory.residual, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), saved)
 
     return kernel_call(
         "decode_forward",
-        target,
+        how.target,
         kernels,
         elsewhere,
         arguments=("tokens", "rows", "sequences"),
@@ -204,24 +220,23 @@ def _forward(target: Target, policy: DecodePolicy, scale: float, with_saved: boo
 
 
 @functools.cache
-def _backward(target: Target, policy: DecodePolicy, scale: float):
+def _backward(how: How):
     """(tokens, entering, span, saved, do, dS) -> gradients of the five operands and of the entering state."""
 
     def kernels(tokens: Any, entering: Entering, span: Span, saved: Any, do: Array, dS: Array):
-        options = options_of(target, policy, scale)
-        return launch_backward(target.run, options, tokens, entering, span, saved, do, dS)
+        return launch_backward(how.target.run, how.options, tokens, entering, span, saved, do, dS, how.every)
 
     def elsewhere(tokens: Any, entering: Entering, span: Span, saved: Any, do: Array, dS: Array):
         def run(tokens: Any, S: Array):
-            o, memory = _by_scan(policy, scale, tokens, entering, S, span)
+            o, memory = _by_scan(how, tokens, entering, S, span)
             return o, memory.S
 
-        d_tokens, d_initial = jax.vjp(run, tokens, decode(entering.stored, policy, jnp.float32))[1]((do, dS))
+        d_tokens, d_initial = jax.vjp(run, tokens, decode(entering.stored, how.policy, jnp.float32))[1]((do, dS))
         return *d_tokens, d_initial
 
     return kernel_call(
         "decode_backward",
-        target,
+        how.target,
         kernels,
         elsewhere,
         arguments=("tokens", "rows", "sequences", "tokens", "tokens", "rows"),
@@ -229,7 +244,7 @@ def _backward(target: Target, policy: DecodePolicy, scale: float):
     )
 
 
-def _by_scan(policy: DecodePolicy, scale: float, tokens: Any, entering: Entering, S: Array, span: Span):
+def _by_scan(how: How, tokens: Any, entering: Entering, S: Array, span: Span):
     """(o, the memory after the call) of the xla backend from the same operands."""
     q, k, v, g, beta = tokens
     none, arrays = jnp.zeros(S.shape[0], jnp.int32), QuantArrays()
@@ -240,18 +255,18 @@ def _by_scan(policy: DecodePolicy, scale: float, tokens: Any, entering: Entering
         layer, head = layer_and_head >> 16, layer_and_head & jnp.uint32(0xFFFF)
         arrays = QuantArrays(step=step, layer=layer, sequence_offset=sequence, head_offset=head)
     memory = Memory(S, entering.stored, None, entering.residual, position, none)
-    return decode_scan(policy, scale, Inputs(q, k, v, g, beta, S), memory, span, arrays)
+    return decode_scan(how.policy, how.scale, Inputs(q, k, v, g, beta, S), memory, span, arrays, how.every == 1)
 
 
 # ------------------------------------------------------------------ launches
 
 
-def launch_forward(run: Any, options: Any, tokens: Any, entering: Entering, span: Span, with_saved: bool):
-    """(o, the last states, those after every 64 tokens or None), states as the kernels keep them."""
+def launch_forward(run: Any, options: Any, tokens: Any, entering: Entering, span: Span, every: int | None):
+    """(o, the last states, those after every so many tokens or None), states as the kernels keep them."""
     from jlaqat.kernels import recurrent_pipeline as pipeline
 
     B, T = tokens[0].shape[:2]
-    bounds, stride = bounds_of(span, B, T), CHUNK_SIZE if with_saved and T > CHUNK_SIZE else None
+    bounds, stride = bounds_of(span, B, T), every if every == 1 or (every and every < T) else None
     which: dict[str, Any] = dict(bounds=bounds, counters=entering.counters, stride=stride)
     out = pipeline.forward(run, pipeline.Tokens(*tokens), entering.kept, options, **which)
     o = out.o if bounds is None else jnp.where(tokens_inside(bounds, B, T)[..., None, None], out.o, 0)
@@ -259,19 +274,33 @@ def launch_forward(run: Any, options: Any, tokens: Any, entering: Entering, span
 
 
 def launch_backward(
-    run: Any, options: Any, tokens: Any, entering: Entering, span: Span, saved: Any, do: Array, dS: Array
+    run: Any, options: Any, tokens: Any, entering: Entering, span: Span, saved: Any, do: Array, dS: Array, every: int
 ) -> tuple[Array, ...]:
-    """At most 64 tokens of every sequence at a time, from the last: run again from a saved state, then gone through."""
+    """Gradients of the five operands and of the entering states; saved: what the forward saved with this `every`."""
     from jlaqat.kernels import recurrent_pipeline as pipeline
 
     B, T = do.shape[:2]
     bounds, tokens = bounds_of(span, B, T), pipeline.Tokens(*tokens)
-    if bounds is None and T <= CHUNK_SIZE:
-        again = pipeline.forward(run, tokens, entering.kept, options, counters=entering.counters, stride=1)
-        assert again.saved is not None
-        return tuple(pipeline.backward(run, tokens, entering.kept, again.saved, do, dS, options))
+    if every > 1 and bounds is None and T <= every:
+        saved = pipeline.forward(run, tokens, entering.kept, options, counters=entering.counters, stride=1).saved
+        every = 1
+    if every > 1:
+        return _by_segments(run, options, tokens, entering, bounds, saved, do, dS, min(every, T))
+    out = pipeline.backward(run, tokens, entering.kept, saved, do, dS, options, bounds=bounds)
+    if bounds is None:
+        return tuple(out)
+    inside = tokens_inside(bounds, B, T)  # nobody writes gradients of the other tokens
+    gradients = (jnp.where(inside.reshape(B, T, *[1] * (x.ndim - 2)), x, 0) for x in out[:5])
+    return *gradients, out.state
 
-    N, most = dS.shape[0], min(CHUNK_SIZE, T)
+
+def _by_segments(
+    run: Any, options: Any, tokens: Any, entering: Entering, bounds: Any, saved: Any, do: Array, dS: Array, most: int
+) -> tuple[Array, ...]:
+    """At most so many tokens of every sequence at a time, the last first: run again from a saved state, gone through."""
+    from jlaqat.kernels import recurrent_pipeline as pipeline
+
+    (B, T), N = do.shape[:2], dS.shape[0]
     ragged, row = bounds is not None, jnp.arange(N, dtype=jnp.int32) // (N // B)
     if bounds is None:
         bounds = pipeline.Bounds(jnp.zeros(N, jnp.int32), jnp.full(N, T, jnp.int32))

@@ -241,15 +241,15 @@ def recurrent_backward_kernel(
     p_scale,
     p_first,
     p_count,
-    p_saved,  # [N, LENGTH, HV, K, V], the states after every token, and their scales
+    p_saved,  # [B, T, HV, K, V] or (OWN_ROWS) [N, LENGTH, HV, K, V], the states after every token, and their scales
     p_saved_scale,
     p_do,  # [B, T, HV, V]
     p_ds,  # [N, HV, K, V] float32, gradient of the states that leave
-    p_dq,  # out: [N, LENGTH, HV * PROGRAMS_V, K] float32, a part a program, of a value head's q; rows past a sequence's
-    p_dk,  # tokens are not written. out: the same
-    p_dv,  # out: [N, LENGTH, HV, V] float32
-    p_dg,  # out: [N, LENGTH, HV * PROGRAMS_V] or [N, LENGTH, HV * PROGRAMS_V, K] float32
-    p_dbeta,  # out: [N, LENGTH, HV * PROGRAMS_V] float32
+    p_dq,  # out: [B, T, HV * PROGRAMS_V, K] float32, a part a program, of a value head's q; rows of tokens that no
+    p_dk,  # sequence has are not written. out: the same. With OWN_ROWS all five are [N, LENGTH, ...]
+    p_dv,  # out: [B, T, HV, V] float32
+    p_dg,  # out: [B, T, HV * PROGRAMS_V] or [B, T, HV * PROGRAMS_V, K] float32
+    p_dbeta,  # out: [B, T, HV * PROGRAMS_V] float32
     p_ds_in,  # out: [N, HV, K, V] float32, gradient of the states that enter
     scale,
     T,
@@ -263,6 +263,7 @@ def recurrent_backward_kernel(
     BV: tl.constexpr,
     IS_KDA: tl.constexpr,
     RAGGED: tl.constexpr,
+    OWN_ROWS: tl.constexpr,
     FORMAT: tl.constexpr,
     GRANULARITY: tl.constexpr,
     READ_STORED: tl.constexpr,
@@ -281,7 +282,7 @@ def recurrent_backward_kernel(
     i_b, first, count = rows_of(p_first, p_count, i_n, T, PER_ROW, RAGGED)
     last = tl.maximum(count - 1, 0)
     row = i_b * T + first + last
-    own = i_n * LENGTH + last  # the token's row in what is a sequence's own
+    own = i_n * LENGTH + last if OWN_ROWS else row  # the token's row in states and gradients
     if READ_STORED:
         b_read = load_rounded(
             p_saved, p_saved_scale, own * HV + i_hv, i_v, K, V, BK, BV, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR

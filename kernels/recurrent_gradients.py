@@ -13,13 +13,16 @@ if TYPE_CHECKING:
 
 
 class Gradients(NamedTuple):
-    """Rows of tokens are a sequence's own, [N, length], and not written past its tokens."""
+    """Tokens lie as in the operands, or (a segment's) in rows of a sequence's own, [N, length] instead of [B, T].
 
-    q: Any  # [N, length, H, K] float32
-    k: Any  # [N, length, H, K] float32
-    v: Any  # [N, length, HV, V] float32
+    Rows of tokens that no sequence has are not written.
+    """
+
+    q: Any  # [B, T, H, K] float32
+    k: Any  # [B, T, H, K] float32
+    v: Any  # [B, T, HV, V] float32
     g: Any  # as g, float32
-    beta: Any  # [N, length, HV] float32
+    beta: Any  # [B, T, HV] float32
     state: Any  # [N, HV, K, V] float32
 
 

@@ -3,9 +3,10 @@
     out = forward(run, Tokens(q, k, v, g, beta), state, options, stride=1)
     gradients = backward(run, Tokens(...), state, out.saved, do, d_leaving, options)
 
-The backward wants the states after every token (`stride=1`), so a caller goes through long sequences in segments: a
-forward that saves a state every so many tokens, then, from the last segment to the first, a forward again from the
-saved state (the same kernel, the same bits) and the backward. `Bounds` say which tokens a sequence or a segment has.
+The backward wants the states after every token (`stride=1`). Where those take too much memory a caller goes through
+long sequences in segments: a forward that saves a state every so many tokens, then, from the last segment to the first,
+a forward again from the saved state (the same kernel, the same bits) and the backward. `Bounds` say which tokens a
+sequence or a segment has.
 """
 
 from __future__ import annotations
@@ -128,8 +129,8 @@ class Call(NamedTuple):
 
     @property
     def rows(self) -> tuple[int, int]:
-        """How the tokens of a backward lie: [N, length], a sequence's own."""
-        return self.sequences, self.length
+        """How the tokens of a backward lie: as in the operands, or with `most` [N, most], a sequence's own."""
+        return (self.sizes[0], self.sizes[1]) if self.most is None else (self.sequences, self.most)
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int, int]:
@@ -332,9 +333,10 @@ def backward(
 ) -> Gradients:
     """Gradients of the tokens and of the entering states, straight through every rounding.
 
-    state, bounds, most: as the forward got them (with bounds it must have had `most`); saved: what it saved at
-    `stride=1`. do: [B, T, HV, V]; d_leaving: [N, HV, K, V] float32. into: gradients of tokens [B, T, ...], float32, in
-    which those of the tokens that bounds say are written, in place, and which are returned.
+    state, bounds, most: as the forward got them; saved: what it saved at `stride=1`. do: [B, T, HV, V]; d_leaving: [N,
+    HV, K, V] float32. Gradients of tokens that no sequence has are not written. into: with bounds and `most`, gradients
+    of tokens [B, T, ...], float32, in which those of the tokens that bounds say are written, in place, and which are
+    returned.
     """
     call = Call(tokens, options, bounds, most)
     _check(call)
@@ -351,7 +353,13 @@ def backward(
             "p_ds": d_leaving,
         },
         outputs=call.parts(),
-        constants={**call.constants(), "VECTOR": call.vector(backward=True), **constants, "LENGTH": call.length},
+        constants={
+            **call.constants(),
+            "VECTOR": call.vector(backward=True),
+            **constants,
+            "LENGTH": call.length,
+            "OWN_ROWS": most is not None,
+        },
         num_warps=call.warps(states=2),
         num_stages=1,
         fp_fusion=False,

@@ -46,13 +46,13 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "packed" else pytest.mark.slow) for n in CASES])
-def test_a_sequence_has_the_bits_that_it_has_alone(name, monkeypatch):
-    monkeypatch.setattr(decode_triton, "CHUNK_SIZE", 3)
+def test_a_sequence_has_the_bits_that_it_has_alone(name):
     heads, spec, kda, case = CASES[name]
     options = Options(scale=0.3, state=spec, read_stored=kda)
     with jax.disable_jit():
         call = functools.partial(both_directions, run, options)
-        check_bits_alone(call, options, case, kda=kda, feedback=name != "packed", T=7, H=1, HV=heads, K=5, V=16)
+        sizes = dict(T=7, H=1, HV=heads, K=5, V=16)
+        check_bits_alone(call, options, case, every=3, kda=kda, feedback=name != "packed", **sizes)
 
 
 INT8 = QuantSpec.int8(granularity="key_row", rounding="stochastic")
@@ -75,7 +75,7 @@ def test_stochastic_rounding_draws_what_the_xla_backend_draws(spec):
     def after(policy, counters):
         entering = decode_triton.Entering(stored, lost, counters)
         options = Options(scale=0.3, state=policy.state)
-        state = decode_triton.launch_forward(run, options, inputs[:5], entering, Span(), False)[1]
+        state = decode_triton.launch_forward(run, options, inputs[:5], entering, Span(), None)[1]
         return np.asarray(decode_triton.as_stored(state, policy).values, np.float32), state.lost
 
     drawn, lost_then = after(policy, decode_triton._counters(policy, position, 2, arrays))

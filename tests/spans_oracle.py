@@ -29,16 +29,16 @@ class Case(NamedTuple):
         return Span(None if self.cu_seqlens is None else jnp.asarray(self.cu_seqlens, jnp.int32), **bounds)
 
 
-def both_directions(run, options, x, entering, span, do, dS):
-    """(o, codes and scales, gradients) of a call."""
-    o, state, saved = decode_triton.launch_forward(run, options, x, entering, span, True)
-    return o, state, decode_triton.launch_backward(run, options, x, entering, span, saved, do, dS)
+def both_directions(run, options, x, entering, span, do, dS, every):
+    """(o, codes and scales, gradients) of a call that keeps a state every so many tokens."""
+    o, state, saved = decode_triton.launch_forward(run, options, x, entering, span, every)
+    return o, state, decode_triton.launch_backward(run, options, x, entering, span, saved, do, dS, every)
 
 
-def check_bits_alone(call, options, case, *, kda, feedback=False, **sizes):
+def check_bits_alone(call, options, case, *, every, kda, feedback=False, **sizes):
     """Outputs, states and gradients; zeros at tokens that are nobody's; what entered where there are no tokens.
 
-    call: `both_directions` without its first two arguments. feedback: something was lost before. sizes: T, H, HV, K, V.
+    And the same bits where every state is kept. call: `both_directions` without its first two arguments. feedback: something was lost before. sizes: T, H, HV, K, V.
     """
     N, B = len(case.sequences), 1 + max(row for row, _, _ in case.sequences)
     given = make_inputs(1, gate="kda" if kda else "gdn", B=N, **sizes)
@@ -56,7 +56,8 @@ def check_bits_alone(call, options, case, *, kda, feedback=False, **sizes):
     rng = np.random.default_rng(0)
     do, dS = (jnp.asarray(rng.normal(size=a.shape), jnp.float32) for a in (x[2], states))
 
-    o, state, gradients = call(x, entering, case.span, do, dS)
+    o, state, gradients = call(x, entering, case.span, do, dS, every)
+    assert_equal((o, state, gradients), call(x, entering, case.span, do, dS, 1))
     untouched = np.ones((B, sizes["T"]), bool)
     for n, (row, first, stop) in enumerate(case.sequences):
         untouched[row, first:stop] = False
@@ -65,7 +66,7 @@ def check_bits_alone(call, options, case, *, kda, feedback=False, **sizes):
             assert_equal(mine, (its.kept, dS[n : n + 1]))
             continue
         own = [a[row : row + 1, first:stop] for a in (*x, do)]
-        alone = call(own[:5], its, Span(), own[5], dS[n : n + 1])
+        alone = call(own[:5], its, Span(), own[5], dS[n : n + 1], every)
         assert_equal(mine, (alone[1], alone[2][5]))
         assert_equal([a[row : row + 1, first:stop] for a in (o, *gradients[:5])], [alone[0], *alone[2][:5]])
     for a in (o, *gradients[:5]):

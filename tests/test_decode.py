@@ -257,6 +257,40 @@ def test_a_second_prefix_starts_from_the_state_as_it_stands():
     assert second.position.tolist() == [12, 12] and second.cursor.tolist() == [1, 0]
 
 
+# ---- what is kept for a gradient -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("policy", "bounds"),
+    [
+        (FEEDBACK, {"prefix_lengths": np.array([2, 0, 1]), "cu_seqlens": np.array([0, 70, 70, 76])}),
+        (DecodePolicy.preset("serving", window=3), {}),
+    ],
+    ids=["packed", "replay"],
+)
+def test_states_that_are_kept_change_no_bit(policy, bounds):
+    if bounds:
+        x, state = operands(5, T=76, num_sequences=3, gate="kda")
+    else:
+        x, state = operands(5, B=2, T=70)
+
+    def gradient(every):
+        def loss(x, state):
+            o, carry = decode(x, state, policy, settings=(("checkpoint_every", every),), **bounds)
+            return (o**2).sum() + carry.state().sum(), (o, carry)
+
+        return jax.grad(loss, argnums=(0, 1), has_aux=True)(x, state)
+
+    assert_same_bits(gradient(1), gradient(64))
+
+
+@pytest.mark.parametrize("every", [0, -64, True, 1.0, None, "all"])
+def test_checkpoint_every_must_be_a_positive_integer(every):
+    x, state = operands(5, B=1, T=2)
+    with pytest.raises(ValueError, match="checkpoint_every=.*positive integer"):
+        jlaqat.delta_rule_decode(**x, state=state, checkpoint_every=every)
+
+
 # ---- transformations -------------------------------------------------------------------------------------------------
 
 

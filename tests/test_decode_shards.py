@@ -51,7 +51,7 @@ def loss(x, **settings):
 
 def window(x, bounds, most):
     """[B, T, ...] → [N, most, ...], what sequences may have of it."""
-    if bounds is None:
+    if bounds is None or most is None:
         return x
     row = jnp.arange(bounds.first.shape[0]) // (bounds.first.shape[0] // x.shape[0])
     here = bounds.first[:, None] + jnp.arange(most)

@@ -1,6 +1,7 @@
 """The kernels behind `delta_rule_decode` as far as one can tell without a GPU: what is launched, what is refused."""
 
 import collections
+import functools
 import os
 import sys
 
@@ -48,6 +49,21 @@ def test_a_gradient_launches_a_forward_and_runs_segments_again(gate, T, policy):
     assert forward == {"recurrent_forward": 1}
     assert both["recurrent_forward"] == 2 and both["recurrent_backward"] == 1
     assert jax.tree.map(lambda a: (a.shape, a.dtype), shapes) == jax.tree.map(lambda a: (a.shape, a.dtype), (x, state))
+
+
+def test_a_gradient_with_every_state_kept_runs_nothing_twice():
+    """Whatever the sequences: one launch a direction, and the sums over a head's programs."""
+    x, state = operands("gdn", 70)
+
+    def loss(x, state, **bounds):
+        return jlaqat.delta_rule_decode(**x, state=state, quant=FP8, checkpoint_every=1, **bounds)[0].sum()
+
+    for bounds in ({}, {"lengths": jnp.array([70, 3])}):
+        with jlaqat.compile_for(90):
+            jaxpr = jax.make_jaxpr(functools.partial(jax.grad(loss, argnums=(0, 1)), **bounds))(x, state).jaxpr
+        names = kernel_names(jaxpr)
+        assert names[:2] == ["recurrent_forward", "recurrent_backward"] and set(names[2:]) == {"group_sum"}
+        assert "while" not in str(jaxpr)
 
 
 def test_a_step_is_one_launch_and_keeps_codes():

@@ -40,9 +40,28 @@ RUNS += [("drawn", "packed", True), ("e4m3-tile", "packed", False), ("drawn", "b
 @pytest.mark.parametrize(("spec", "name", "kda"), RUNS)
 def test_a_sequence_has_the_bits_that_it_has_alone(spec, name, kda):
     options = Options(scale=0.3, state=SPECS[spec], read_stored=kda, hardware_fp8=device_capability() >= 89)
-    run = jax.jit(functools.partial(both_directions, target_of(portable=False).run, options))
-    feedback = spec != "float32" and name == "stacked"
-    check_bits_alone(run, options, CASES[name], kda=kda, feedback=feedback, T=150, H=2, HV=4, K=128, V=128)
+    run = jax.jit(functools.partial(both_directions, target_of(portable=False).run, options), static_argnums=5)
+    feedback, sizes = spec != "float32" and name == "stacked", dict(T=150, H=2, HV=4, K=128, V=128)
+    check_bits_alone(run, options, CASES[name], every=64, kda=kda, feedback=feedback, **sizes)
+
+
+@pytest.mark.parametrize("kda", [False, True], ids=["gdn", "kda"])
+@pytest.mark.parametrize("spec", ["e4m3-tile", "int8-key_row", "value_row", "float16", "float32"])
+def test_states_that_are_kept_change_no_bit(spec, kda):
+    """Every state, one every 64 tokens, one every 100: outputs, carry and gradients, all tokens at once."""
+    specs = SPECS | {"value_row": QuantSpec.fp8(granularity="value_row"), "float16": QuantSpec.float16()}
+    policy = DecodePolicy(state=specs[spec], readout="stored" if kda else "working")
+    x = make_inputs(1, gate="kda" if kda else "gdn", B=2, T=150, H=2, HV=4, K=128, V=128)
+    x = {key: jnp.asarray(a, jnp.float32 if key in ("g", "initial_state") else jnp.bfloat16) for key, a in x.items()}
+
+    def gradient(every):
+        bounds = {"checkpoint_every": every}
+        return jax.jit(jax.grad(lambda x: loss(x, bounds, "triton", policy), has_aux=True))(x)
+
+    first, *others = (gradient(every) for every in (64, 1, 100))
+    for other in others:
+        for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(other), strict=True):
+            assert np.array_equal(a, b)
 
 
 FP8 = DecodePolicy(state=QuantSpec.fp8())
