@@ -2,8 +2,9 @@
 
 `token` is one step, written once: the scan runs it in training, a decoder runs it alone. The scan goes over segments of
 64 tokens; the backward keeps the state that enters each and runs a segment again, rounding included, before going
-through it in reverse, so that memory grows with T / 64; or it keeps what every token leaves and runs nothing again. Sums over keys are matrix products a head and products are
-rounded before they are added, so that a step alone, the scan and its backward's run get the same bits.
+through it in reverse, so that memory grows with T / 64; or it keeps what every token leaves and runs nothing again.
+Sums over keys are matrix products a head and products are rounded before they are added, so that a step alone, the scan
+and its backward's run get the same bits.
 Formulas and what rounds where: docs/decode.md.
 """
 

@@ -281,7 +281,7 @@ def launch_backward(
 
     B, T = do.shape[:2]
     bounds, tokens = bounds_of(span, B, T), pipeline.Tokens(*tokens)
-    if every > 1 and bounds is None and T <= every:
+    if every > 1 and bounds is None and every >= T:
         saved = pipeline.forward(run, tokens, entering.kept, options, counters=entering.counters, stride=1).saved
         every = 1
     if every > 1:
@@ -297,7 +297,7 @@ def launch_backward(
 def _by_segments(
     run: Any, options: Any, tokens: Any, entering: Entering, bounds: Any, saved: Any, do: Array, dS: Array, most: int
 ) -> tuple[Array, ...]:
-    """At most so many tokens of every sequence at a time, the last first: run again from a saved state, gone through."""
+    """At most so many tokens of every sequence at a time, the last first: run again from a saved state, then reversed."""
     from jlaqat.kernels import recurrent_pipeline as pipeline
 
     (B, T), N = do.shape[:2], dS.shape[0]

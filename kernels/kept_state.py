@@ -9,9 +9,11 @@ from jlaqat.kernels.rounding import compute_scale, decode, encode, magnitude_bit
 
 @triton.jit
 def _to_code(b_x, words, FORMAT: tl.constexpr, HARDWARE_FP8: tl.constexpr, DRAWN: tl.constexpr):
-    """b_x on the format's grid."""
+    """b_x on the format's grid: float32, or float8e4nv where the hardware converts, whose bytes are what is kept."""
     if DRAWN:
         return round_drawn(b_x, words, FORMAT)
+    elif FORMAT == "e4m3" and HARDWARE_FP8:
+        return b_x.to(tl.float8e4nv)
     elif FORMAT == "bfloat16":
         return b_x.to(tl.bfloat16).to(tl.float32)  # nearest even on every architecture
     elif FORMAT == "float16":
@@ -43,18 +45,18 @@ def round_state(
         LARGEST: tl.constexpr = 448.0 if FORMAT == "e4m3" else 127.0
         bits = magnitude_bits(b_s)
         if GRANULARITY == "tile":
-            s, r = compute_scale(tl.max(tl.max(bits, axis=1), axis=0).to(tl.float32, bitcast=True), LARGEST)
+            s, r = compute_scale(tl.max(bits).to(tl.float32, bitcast=True), LARGEST)
             b_code = _to_code(b_s * r, words, FORMAT, HARDWARE_FP8, DRAWN)
-            return b_code, s, b_code * s
+            return b_code, s, b_code.to(tl.float32) * s
         elif GRANULARITY == "key_row":
             s, r = compute_scale(tl.max(bits, axis=1).to(tl.float32, bitcast=True), LARGEST)
             b_code = _to_code(b_s * r[:, None], words, FORMAT, HARDWARE_FP8, DRAWN)
-            return b_code, s, b_code * s[:, None]
+            return b_code, s, b_code.to(tl.float32) * s[:, None]
         else:
             tl.static_assert(GRANULARITY == "value_row")
             s, r = compute_scale(tl.max(bits, axis=0).to(tl.float32, bitcast=True), LARGEST)
             b_code = _to_code(b_s * r[None, :], words, FORMAT, HARDWARE_FP8, DRAWN)
-            return b_code, s, b_code * s[None, :]
+            return b_code, s, b_code.to(tl.float32) * s[None, :]
 
 
 @triton.jit
@@ -133,14 +135,16 @@ def load_kept(
     HARDWARE_FP8: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """(codes, scales) that `store_rounded` wrote, float32, zero outside; without codes the values and 1."""
+    """(codes, scales) that `store_rounded` wrote, as `round_state` has them, zero outside; or the values and 1."""
     o_k = tl.arange(0, BK)
     o_v = i_v + tl.arange(0, BV)
     m = (o_k < K)[:, None] & (o_v < V)[None, :]
     p = p_values + state * K * V + o_k[:, None] * V + tl.max_contiguous(o_v, VECTOR)[None, :]
     b = tl.load(p, mask=m, other=0)
     b_scale = load_scales(p_scale, state, i_v, K, V, BK, BV, FORMAT, GRANULARITY)
-    if FORMAT == "e4m3" or FORMAT == "int8":
+    if FORMAT == "e4m3" and HARDWARE_FP8:
+        return b.to(tl.float8e4nv, bitcast=True), b_scale
+    elif FORMAT == "e4m3" or FORMAT == "int8":
         return decode(b, FORMAT, HARDWARE_FP8), b_scale
     else:
         return b.to(tl.float32), b_scale
@@ -152,11 +156,11 @@ def apply_scale(b_code, b_scale, FORMAT: tl.constexpr, GRANULARITY: tl.constexpr
     if FORMAT == "float32" or FORMAT == "bfloat16" or FORMAT == "float16":
         return b_code
     elif GRANULARITY == "tile":
-        return b_code * b_scale
+        return b_code.to(tl.float32) * b_scale
     elif GRANULARITY == "key_row":
-        return b_code * b_scale[:, None]
+        return b_code.to(tl.float32) * b_scale[:, None]
     else:
-        return b_code * b_scale[None, :]
+        return b_code.to(tl.float32) * b_scale[None, :]
 
 
 @triton.jit

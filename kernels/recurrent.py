@@ -84,15 +84,15 @@ def recurrent_forward_kernel(
     p_o,  # out: [B, T, HV, V]; rows of no sequence are not written
     p_values_out,  # out: [N, HV, K, V], the states that leave
     p_scale_out,  # out
-    p_saved,  # out: the states after every STRIDE tokens, [N, SLOTS, HV, K, V] or (SHARED_SLOTS) [B, SLOTS, HV, K, V]
-    p_saved_scale,  # out
+    p_saved,  # out: the states after every STRIDE tokens, [N, SLOTS, HV, K, V] or (SHARED_SLOTS) [B, SLOTS, HV, K, V];
+    p_saved_scale,  # none where STRIDE is 0. out
     p_lost_out,  # out: [N, HV, K, V] float32
     p_saved_lost,  # out: what was lost with the states that are saved, unless STRIDE is 1
     scale,
     T,
     PER_ROW,
     SLOTS,
-    STRIDE,
+    STRIDE: tl.constexpr,
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -116,8 +116,10 @@ def recurrent_forward_kernel(
     o_k = tl.arange(0, BK)
     o_v = i_v + tl.arange(0, BV)
     state = i_n * HV + i_hv
-    b_code, b_scale = load_kept(p_values, p_scale, state, i_v, K, V, BK, BV, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR)
-    b_s = apply_scale(b_code, b_scale, FORMAT, GRANULARITY)
+    b_kept, b_kept_scale = load_kept(
+        p_values, p_scale, state, i_v, K, V, BK, BV, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR
+    )
+    b_s = apply_scale(b_kept, b_kept_scale, FORMAT, GRANULARITY)
     i_b, first, count = rows_of(p_first, p_count, i_n, T, PER_ROW, RAGGED)
     o_s = o_k[:, None] * V + o_v[None, :]
     m_s = (o_k < K)[:, None] & (o_v < V)[None, :]
@@ -126,12 +128,25 @@ def recurrent_forward_kernel(
     if RAGGED:  # noqa: SIM102 (no branch where the number is known)
         if count == 0:
             store_rounded(
-                p_values_out, p_scale_out, state, b_code, b_scale, i_v, K, V, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR
+                p_values_out,
+                p_scale_out,
+                state,
+                b_kept,
+                b_kept_scale,
+                i_v,
+                K,
+                V,
+                FORMAT,
+                GRANULARITY,
+                HARDWARE_FP8,
+                VECTOR,
             )
             if FEEDBACK:
                 tl.store(p_lost_out + state * K * V + o_s, b_lost, mask=m_s)
     slot = i_n * SLOTS
-    if SHARED_SLOTS:  # the slot of a token's state is the token's number by STRIDE: no two sequences have the same
+    if (
+        STRIDE and SHARED_SLOTS
+    ):  # the slot of a token's state is the token's number by STRIDE: no two sequences have the same
         slot = i_b * SLOTS + (first + STRIDE - 1) // STRIDE
     row = i_b * T + first
     if DRAWN:
@@ -167,13 +182,14 @@ def recurrent_forward_kernel(
         if READ_STORED:
             b_o = tl.sum(b_s * b_q[:, None], axis=0)
         tl.store(p_o + (row * HV + i_hv) * V + o_v, b_o.to(p_o.dtype.element_ty), mask=o_v < V)
-        if (t + 1) % STRIDE == 0:
-            saved = (slot + (t + 1) // STRIDE - 1) * HV + i_hv
-            store_rounded(
-                p_saved, p_saved_scale, saved, b_code, b_scale, i_v, K, V, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR
-            )
-            if SAVE_LOST:
-                tl.store(p_saved_lost + saved * K * V + o_s, b_lost, mask=m_s)
+        if STRIDE:  # noqa: SIM102 (no branch where nothing is saved)
+            if (t + 1) % STRIDE == 0:
+                saved = (slot + (t + 1) // STRIDE - 1) * HV + i_hv
+                store_rounded(
+                    p_saved, p_saved_scale, saved, b_code, b_scale, i_v, K, V, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR
+                )
+                if SAVE_LOST:
+                    tl.store(p_saved_lost + saved * K * V + o_s, b_lost, mask=m_s)
         if t == count - 1:
             store_rounded(
                 p_values_out, p_scale_out, state, b_code, b_scale, i_v, K, V, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR

@@ -21,7 +21,6 @@ from jlaqat.kernels.recurrent_gradients import Gradients, gather
 from jlaqat.spec import QuantSpec, fit_to_site
 
 KEY_ROW = 32  # values that share a scale under "key_row"
-NEVER = 1 << 30
 
 
 class Tokens(NamedTuple):
@@ -301,7 +300,7 @@ def forward(
             **call.constants(),
             **constants,
             "SLOTS": slots,
-            "STRIDE": stride if slots else NEVER,
+            "STRIDE": stride if slots else 0,
             "SHARED_SLOTS": shared,
             "FEEDBACK": feedback,
             "SAVE_LOST": save_lost,

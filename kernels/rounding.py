@@ -9,15 +9,50 @@ import triton
 import triton.language as tl
 
 TINY = tl.constexpr(1.1754943508222875e-38)  # smallest normal float32
+INFINITY = tl.constexpr(float("inf"))
 SHIFT = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it leaves an integer's worth of mantissa
+BEYOND = tl.constexpr(0x4B800000)  # bits above those of SHIFT and any 8-bit integer, below NaN's; the low byte is 0
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
 def compute_scale(amax, MAXIMUM: tl.constexpr):
-    """(s, r): s = RN(amax / MAXIMUM), 1 where that is zero or subnormal; r = RN(1 / s)."""
-    s = tl.div_rn(amax, tl.full(amax.shape, MAXIMUM, tl.float32))
-    s = tl.where(s < TINY, 1.0, s)
-    return s, tl.div_rn(tl.full(s.shape, 1.0, tl.float32), s)
+    """(s, r): s = RN(amax / MAXIMUM), 1 where that is zero or subnormal; r = RN(1 / s). amax ≥ 0, MAXIMUM 448 or 127.
+
+    Infinity gives (inf, 0), NaN gives NaN. Divisions would be calls and branches, and the interpreter, where an fma may
+    round twice, takes them.
+    """
+    if INTERPRETED:
+        s = tl.div_rn(amax, tl.full(amax.shape, MAXIMUM, tl.float32))
+        s = tl.where(s < TINY, 1.0, s)
+        return s, tl.div_rn(tl.full(s.shape, 1.0, tl.float32), s)
+    else:
+        s = _divide_by(amax, MAXIMUM)
+        s = tl.where(s < TINY, 1.0, s)
+        return s, _reciprocal(s)
+
+
+@triton.jit
+def _divide_by(x, DIVISOR: tl.constexpr):
+    """RN(x / DIVISOR) where that is normal, less than TINY where it is not: tests/exact_scales.c tries every x ≥ 0."""
+    tl.static_assert(DIVISOR == 448.0 or DIVISOR == 127.0)
+    inverse = tl.full(x.shape, 1.0 / DIVISOR, tl.float32)
+    quotient = x * inverse
+    remainder = tl.fma(tl.full(x.shape, -DIVISOR, tl.float32), quotient, x)  # exact
+    return tl.where(x == INFINITY, x, tl.fma(remainder, inverse, quotient))
+
+
+@triton.jit
+def _reciprocal(s):
+    """RN(1 / s) of TINY ≤ s < 2^126, of infinity and NaN."""
+    if len(s.shape) == 0:
+        # One number a program: its branch costs nothing, and without it ptxas lets the scan of KDA spill.
+        return tl.inline_asm_elementwise("rcp.rn.f32 $0, $1;", "=f,f", [s], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        # The instructions that ptxas makes of rcp.rn for such numbers, without a branch for others.
+        r = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [s], dtype=tl.float32, is_pure=True, pack=1)
+        error = tl.fma(-s, r, tl.full(s.shape, 1.0, tl.float32))
+        return tl.where(s == INFINITY, 0.0, tl.fma(r, error, r))
 
 
 @triton.jit
@@ -41,6 +76,17 @@ def round_e4m3(x, HARDWARE_FP8: tl.constexpr):
 
 
 @triton.jit
+def scale_down(x, r, FORMAT: tl.constexpr):
+    """x * r, rounded before it is rounded to a code, also where the compiler may contract products and sums."""
+    if FORMAT == "int8" and not INTERPRETED:  # no other format adds to it
+        return tl.inline_asm_elementwise(
+            "mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, r], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return x * r
+
+
+@triton.jit
 def round_code(x, FORMAT: tl.constexpr, HARDWARE_FP8: tl.constexpr):
     if FORMAT == "e4m3":
         return round_e4m3(x, HARDWARE_FP8)
@@ -52,14 +98,13 @@ def round_code(x, FORMAT: tl.constexpr, HARDWARE_FP8: tl.constexpr):
 @triton.jit
 def quantize_tile(b_s, FORMAT: tl.constexpr, HARDWARE_FP8: tl.constexpr):
     """(codes float32, the one scale, bytes that `decode` reads) of a tile."""
-    # Rows first: a matrix unit's result keeps a row inside one warp, so that only one number a warp crosses warps.
-    amax = tl.max(tl.max(magnitude_bits(b_s), axis=1), axis=0).to(tl.float32, bitcast=True)
+    amax = tl.max(magnitude_bits(b_s)).to(tl.float32, bitcast=True)
     s, r = compute_scale(amax, 448.0 if FORMAT == "e4m3" else 127.0)
     if FORMAT == "e4m3" and HARDWARE_FP8:
         b_fp8 = (b_s * r).to(tl.float8e4nv)  # once: the compiler would convert back for the bytes
         return b_fp8.to(tl.float32), s, b_fp8.to(tl.uint8, bitcast=True)
     else:
-        b_code = round_code(b_s * r, FORMAT, HARDWARE_FP8)
+        b_code = round_code(scale_down(b_s, r, FORMAT), FORMAT, HARDWARE_FP8)
         return b_code, s, encode(b_code, FORMAT, HARDWARE_FP8)
 
 
@@ -84,9 +129,14 @@ def encode_rows(b_x, FORMAT: tl.constexpr, HARDWARE_FP8: tl.constexpr):
 
 @triton.jit
 def encode(code, FORMAT: tl.constexpr, HARDWARE_FP8: tl.constexpr):
-    """Eight bits of a code, as uint8: E4M3's own bits, or two's complement (NaN becomes 0: its scale is NaN)."""
-    if FORMAT == "int8":
-        return tl.where(code == code, code, 0.0).to(tl.int32).to(tl.uint8)
+    """Eight bits of a code, as uint8: E4M3's own bits, or two's complement (NaN becomes 0: its scale is NaN or inf).
+
+    code: float32, or in float8e4nv already.
+    """
+    if code.dtype == tl.float8e4nv:
+        return code.to(tl.uint8, bitcast=True)
+    elif FORMAT == "int8":
+        return tl.minimum((code + SHIFT).to(tl.uint32, bitcast=True), BEYOND).to(tl.uint8)
     elif HARDWARE_FP8:
         return code.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:

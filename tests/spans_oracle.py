@@ -38,7 +38,8 @@ def both_directions(run, options, x, entering, span, do, dS, every):
 def check_bits_alone(call, options, case, *, every, kda, feedback=False, **sizes):
     """Outputs, states and gradients; zeros at tokens that are nobody's; what entered where there are no tokens.
 
-    And the same bits where every state is kept. call: `both_directions` without its first two arguments. feedback: something was lost before. sizes: T, H, HV, K, V.
+    And the same bits where every state is kept. call: `both_directions` without its first two arguments. feedback:
+    something was lost before. sizes: T, H, HV, K, V.
     """
     N, B = len(case.sequences), 1 + max(row for row, _, _ in case.sequences)
     given = make_inputs(1, gate="kda" if kda else "gdn", B=N, **sizes)

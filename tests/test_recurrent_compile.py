@@ -1,5 +1,7 @@
 """The recurrence kernels compiled ahead of time, without a GPU, for every architecture."""
 
+import re
+
 import pytest
 
 pytest.importorskip("triton")
@@ -26,6 +28,48 @@ def test_compiles_without_spilling(architecture, gate, state):
     report = compile_recurrent(architecture, gate, "bfloat16", state, key_dim=128, value_dim=128, heads=(4, 8))
     assert {k.name for k in report} >= {"recurrent_forward", "recurrent_backward"}
     assert [k for k in report if k.stack] == []
+
+
+def reductions(text):
+    """What is reduced and in which layout, of a kernel in Triton's GPU dialect."""
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", text, re.MULTILINE))
+    found = re.findall(r'"tt\.reduce"\(.*?\n.*?(addf|max).*?\}\) : \((tensor<.*?>)\) ->', text, re.DOTALL)
+    return {(kind, re.sub(r"#\w+", lambda name: layouts[name[0]], operand)) for kind, operand in found}
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        QuantSpec.fp8(),
+        *(pytest.param(s, marks=pytest.mark.slow) for s in (None, QuantSpec.int8(granularity="key_row"))),
+    ],
+    ids=str,
+)
+def test_a_step_and_every_longer_call_sum_in_one_layout(state, monkeypatch):
+    """Where a sum's terms lie in registers decides the order in which they are added, and so the bits."""
+    from jlaqat.kernels import aot
+    from jlaqat.kernels import recurrent_pipeline as pipeline
+
+    texts, compile_kernel = [], aot.triton.compile
+
+    def keep_text(*args, **options):
+        kernel = compile_kernel(*args, **options)
+        texts.append(kernel.asm["ttgir"])
+        return kernel
+
+    monkeypatch.setattr(aot.triton, "compile", keep_text)
+    options = pipeline.Options(scale=0.1, state=state, hardware_fp8=True)
+    entering = pipeline.State(aot.FakeArray((8, 4, 128, 128), "uint8" if state else "float32"), None)
+    if state:
+        entering = entering._replace(scale=aot.FakeArray((1,), "float32"))
+    bounds = pipeline.Bounds(*[aot.FakeArray((8,), "int32")] * 2)
+    for tokens, which in [(1, {}), (512, {}), (512, {"stride": 1}), (512, {"stride": 64}), (512, {"bounds": bounds})]:
+        x, gates = aot.FakeArray((8, tokens, 4, 128), "bfloat16"), aot.FakeArray((8, tokens, 4), "float32")
+        call = pipeline.Tokens(x, x, x, gates, aot.FakeArray((8, tokens, 4), "bfloat16"))
+        pipeline.forward(aot.CompileRun(90, []), call, entering, options, **which)
+    step, *longer = map(reductions, texts)
+    assert {kind for kind, _ in step} == ({"addf", "max"} if state else {"addf"})
+    assert all(other == step for other in longer)
 
 
 @pytest.mark.slow
