@@ -5,12 +5,12 @@
     python3 benchmarks/bench_kernels.py --shapes 2x4096x8 --quants plain # other shapes: BxTxH, BxTxHxD, BxTx16g32xD
 
 `ms` is device time by the profiler: the time in which a kernel, copy or fill of the call runs, of 15 queued calls the
-median, least and most. `queued_ms` is the host's clock over 20 queued calls. `compile_s` is there for the first row of
-a process, while `compiling` processes worked. Rows go to --out one by one; a run that is cut short, or has a --budget,
-is called again and takes the rest.
+median, least and most. `queued_ms` is the host's clock over 20 queued calls. Rows go to --out one by one; a run that is
+cut short, or has a --budget, is called again and takes the rest. How long a call takes to compile: first_call.py.
 
 With --jobs, processes compile side by side and time one at a time, alone on the GPU but for what XLA tries out while it
-compiles. With --time-after, they only compile at first: other work may then use the GPU.
+compiles. With --time-after, they only compile at first: other work may then use the GPU. With --without-gpu 90 Triton
+compiles our kernels for SM90 on any machine, for a GPU machine to take the cache (without_gpu.py); nothing is timed.
 
 Needs jax-triton, jax-linear-attention (jla) and, for FLA, torch and fla-core; launch parameters of FLA come from
 benchmarks/fla_configs (fla_configs.py), since its own search takes minutes. A call that a backend refuses is a row with
@@ -61,21 +61,20 @@ def planned(args: argparse.Namespace, stage: str | None) -> list[Row]:
     ]
 
 
-def work(out: Path, jobs: int, time_after: float, deadline: float) -> None:
+def work(out: Path, time_after: float, deadline: float) -> None:
     """One process: asks for rows, compiles them, and times them once it is time to. Clocks are time.time()."""
-    held: list[tuple[Row, object, float | None]] = []
-    first, more = True, True
+    held: list[tuple[Row, object]] = []
+    more = True
     while more or held:
         if more and time.time() < time_after and len(held) < HELD or not held:
             row = ask()
             more = row is not None
             if row is not None:
-                held.append((row, *prepare(row, first)))
-                first = False
+                held.append((row, prepare(row)))
             continue
         if time.time() < time_after:
             time.sleep(max(0.0, time_after - time.time()))
-        row, call, compile_s = held.pop(0)
+        row, call = held.pop(0)
         with device_time.gpu_lock(exclusive=True):
             if time.time() > deadline:
                 return
@@ -83,12 +82,11 @@ def work(out: Path, jobs: int, time_after: float, deadline: float) -> None:
                 if isinstance(call, Exception):
                     raise call
                 found = call.measure() | {"versions": kernel_calls.version_of(*call.packages)}
-                found |= {"compile_s": compile_s, "compiling": jobs} if compile_s else {}
             except Exception as error:
                 found = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
             about = {"machine": machine_name(row.backend), "date": str(datetime.date.today())}
             kernel_rows.append(out, row.fields() | found | about)
-        shown = {k: v for k, v in found.items() if k in ("ms", "ms_min", "ms_max", "queued_ms", "compile_s", "error")}
+        shown = {k: v for k, v in found.items() if k in ("ms", "ms_min", "ms_max", "queued_ms", "error")}
         print(*row.fields().values(), *(f"{k}={v}" for k, v in shown.items()), file=sys.stderr, flush=True)
 
 
@@ -99,13 +97,12 @@ def ask() -> Row | None:
     return Row.parse(line) if line else None
 
 
-def prepare(row: Row, first: bool) -> tuple[object, float | None]:
-    """The compiled call, or why there is none, and the seconds where nothing of it could have been compiled before."""
+def prepare(row: Row) -> object:
+    """The compiled call, or why there is none."""
     try:
-        call = kernel_calls.prepare(row)
-        return call, round(call.compile_s, 1) if first and row.backend != "fla" else None
+        return kernel_calls.prepare(row)
     except Exception as error:  # a peer that refuses a shape is a row that says so
-        return error, None
+        return error
 
 
 def machine_name(backend: str) -> str:
@@ -124,7 +121,7 @@ def run_in_processes(rows: list[Row], args: argparse.Namespace, time_after: floa
     for row in rows:
         waiting[row.backend == "fla"].put(row)
     counts = {is_fla: min(queued.qsize(), 1 if is_fla else args.jobs) for is_fla, queued in waiting.items()}
-    command = [sys.executable, __file__, "--worker", "--out", str(args.out), "--jobs", str(sum(counts.values()))]
+    command = [sys.executable, __file__, "--worker", "--out", str(args.out)]
     command += ["--clock", str(time_after), str(deadline), *["--search-fla"] * args.search_fla]
 
     def serve(queued: queue.SimpleQueue[Row]) -> None:
@@ -169,19 +166,25 @@ def main() -> None:
     parser.add_argument(
         "--search-fla", action="store_true", help="FLA searches; see fla_configs.py. With --backends fla"
     )
+    parser.add_argument("--without-gpu", type=int, default=0, metavar="90", help="compile only, for this GPU")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--clock", type=float, nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         if args.search_fla:
             fla_configs.search_quickly()
-        work(args.out, args.jobs, *args.clock)
+        work(args.out, *args.clock)
         return fla_configs.save() if args.search_fla else None
     began = time.time()
     rows: dict[Row, None] = {}
     for stage in [None] if args.shapes else args.stages.split(","):
         rows |= dict.fromkeys(planned(args, stage))
     print(f"{len(rows)} rows", flush=True)
+    if args.without_gpu:
+        for row in rows:
+            if row.backend == "triton":
+                kernel_calls.lower_without_gpu(row, args.without_gpu)
+        return
     run_in_processes(list(rows), args, began + args.time_after, began + args.budget)
     present = set(map(kernel_rows.identity, kernel_rows.load(args.out)))
     missing = sum(kernel_rows.identity(row.fields()) not in present for row in rows)

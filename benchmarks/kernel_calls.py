@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +104,34 @@ def residual_bytes(operation: Any, inputs: Any) -> int:
     return sum(aval.size * aval.dtype.itemsize for aval in kept.values())
 
 
+def jax_function(row: Row) -> tuple[Any, Any]:
+    """What a row on a JAX backend times, as a function of `make_jax_inputs`, and the shapes of those."""
+    import jax
+
+    operation = jax_operation(row)
+
+    def forward(x: Any, do: Any) -> Any:
+        return operation(x)
+
+    def both(x: Any, do: Any) -> Any:
+        o, pull = jax.vjp(lambda x: operation(x)[0], x)
+        return o, pull(do)
+
+    shapes = jax.eval_shape(functools.partial(make_jax_inputs, row.shape, row.gate))
+    return both if row.direction == "fwd+bwd" else forward, shapes
+
+
+def lower_without_gpu(row: Row, capability: int) -> None:
+    """Has Triton compile the kernels of a row on the triton backend, which stay in its cache on disk."""
+    import jax
+
+    import jlaqat
+
+    with jlaqat.compile_for(capability):
+        function, shapes = jax_function(row)
+        jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",))
+
+
 class JaxCall:
     """One row on one of the JAX backends, compiled."""
 
@@ -113,24 +140,11 @@ class JaxCall:
     def __init__(self, row: Row) -> None:
         import jax
 
-        operation = jax_operation(row)
-
-        def forward(x: Any, do: Any) -> Any:
-            return operation(x)
-
-        def both(x: Any, do: Any) -> Any:
-            o, pull = jax.vjp(lambda x: operation(x)[0], x)
-            return o, pull(do)
-
-        make = functools.partial(make_jax_inputs, row.shape, row.gate)
-        shapes = jax.eval_shape(make)
+        function, shapes = jax_function(row)
+        self.compiled = jax.jit(function).lower(*shapes).compile()
+        self.make = jax.jit(functools.partial(make_jax_inputs, row.shape, row.gate)).lower().compile()
         backward = row.direction == "fwd+bwd"
-        lowering = jax.jit(both if backward else forward)
-        start = time.perf_counter()
-        self.compiled = lowering.lower(*shapes).compile()
-        self.compile_s = time.perf_counter() - start
-        self.make = jax.jit(make).lower().compile()
-        self.residual_bytes = residual_bytes(operation, shapes[0]) if backward else None
+        self.residual_bytes = residual_bytes(jax_operation(row), shapes[0]) if backward else None
 
     def measure(self) -> dict[str, Any]:
         import jax
@@ -201,11 +215,8 @@ class FlaCall:
 
         self.row, self.operation = row, fla_operation(row.gate)
         x, do = make_torch_inputs(row.shape, row.gate)
-        torch.cuda.synchronize()
-        start = time.perf_counter()
         self.run(x, do)
         torch.cuda.synchronize()
-        self.compile_s = time.perf_counter() - start
         self.residual_bytes = self._residual_bytes(x) if row.direction == "fwd+bwd" else None
         del x, do
         torch.cuda.empty_cache()

@@ -95,10 +95,10 @@ def identity(row: dict[str, Any]) -> tuple[str, ...]:
     return tuple(row[name] for name in FIELDS)
 
 
-def append(path: Path, row: dict[str, Any]) -> None:
-    """Adds a row, in the place of an older one of the same name. Call it under the lock."""
+def append(path: Path, row: dict[str, Any], names: Iterable[str] = FIELDS) -> None:
+    """Adds a row, in the place of an older one that is alike in the fields `names`. Call it under the lock."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    rows = [r for r in load(path) if identity(r) != identity(row)] + [row]
+    rows = [r for r in load(path) if any(r[name] != row[name] for name in names)] + [row]
     temporary = path.with_suffix(".part")
     temporary.write_text("[\n" + ",\n".join(" " + json.dumps(r) for r in rows) + "\n]\n")
     temporary.replace(path)  # a run that is cut short keeps what it measured

@@ -6,9 +6,9 @@
 A decoder of 12 Gated DeltaNet or KDA layers, 1024 wide, 8 heads of 128, in bfloat16 with float32 parameters, AdamW,
 random tokens, 8 x 2048 a step, layers scanned; the step is `jlaqat.make_train_step`'s, jitted and donated. A row is
 timed over blocks of queued steps: the median, least and most. Every row has a process of its own; they compile side by
-side, then each is alone on the GPU while it is timed. Compile time is that of a first call, kernels included, with the
-processes that `compiling` counts at work. `program MB` is what XLA plans for the step (arguments and temporaries),
-`peak MB` the process's high-water mark.
+side, then each is alone on the GPU while it is timed. Compile time is that of a first call, kernels included where
+Triton's cache does not have them, with the processes that `compiling` counts at work. `program MB` is what XLA plans
+for the step (arguments and temporaries), `peak MB` the process's high-water mark.
 
 Writes one JSON object a row to --out (default $OUT, else benchmarks/results; qat_step.json) and prints a table.
 """

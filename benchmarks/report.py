@@ -3,8 +3,8 @@
     python3 benchmarks/report.py            # writes docs/performance.md and benchmarks/results/performance_*.png
     python3 benchmarks/report.py --check    # exit status 1 if docs/performance.md is not what the JSON gives
 
-Reads benchmarks/results/{performance,ceilings,counters,qat_step,train_curve}_h200.json and the words around the tables,
-benchmarks/performance.template.md. The same files give the same page.
+Reads benchmarks/results/{performance,first_call,ceilings,counters,qat_step,train_curve}_h200.json and the words around
+the tables, benchmarks/performance.template.md. The same files give the same page.
 """
 
 from __future__ import annotations

@@ -34,6 +34,7 @@ class Results:
         self.counters = _load(folder / "counters_h200.json") or []
         self.steps = _load(folder / "qat_step_h200.json") or []
         self.curves = _load(folder / "train_curve_h200.json") or []
+        self.first_calls = _load(folder / "first_call_h200.json") or []
         self._by_name = {(r["gate"], r["pass"], r["shape"], r["backend"], r["quant"]): r for r in self.rows}
 
     def row(self, gate: str, direction: str, shape: str, backend: str, quant: str) -> dict[str, Any] | None:

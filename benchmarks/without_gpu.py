@@ -2,10 +2,12 @@
 
     pretend(90)      # SM90: torch's CUDA device is the CPU, and Triton kernels compile and do not run
 
-What a program compiles so goes into Triton's cache on disk (TRITON_HOME), which serves a machine that has the GPU, if
-the two have the same Triton (its files are hashed), sources, `ptxas --version` (or TRITON_MOCK_PTX_VERSION set to
-anything, on both) and environment variables that change what Triton compiles. Of the cache, *.json and *.cubin suffice.
-Outputs are whatever memory held, so programs that branch on values go astray. jax-triton has no cache on disk.
+What a program compiles so goes into Triton's cache on disk. The cache serves a machine that has the GPU, at the same
+path (TRITON_HOME), if the two have the same Triton (its files are hashed), sources, `ptxas --version` (or
+TRITON_MOCK_PTX_VERSION set to anything, on both) and environment variables that change what Triton compiles. With
+TRITON_STORE_BINARY_ONLY=1 it stays small.
+
+Outputs are whatever memory held, so programs that branch on values go astray.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jlaqat import compile_cache
 from jlaqat.shards import all_varying_axes, partitioned, vary_over
 
 Array = jax.Array
@@ -124,6 +125,7 @@ class Target:
 def _triton_call(**arguments: Any) -> tuple[Array, ...]:
     import jax_triton
 
+    compile_cache.install()
     with warnings.catch_warnings():  # it would rather have mutable arrays, which custom_partitioning does not take
         warnings.filterwarnings("ignore", "input_output_aliases", DeprecationWarning)
         return jax_triton.triton_call(**arguments)

@@ -41,6 +41,7 @@ PART_OF: dict[str, str] = {
     **dict.fromkeys(("parity", "parity_report"), "cli"),
     "parity_files": "spec",
     **dict.fromkeys(("packing", "pairs", "recurrent", "shards", "sites"), "chunked"),
+    "compile_cache": "triton_backend",
     "kernel_calls": "triton_backend",
     **dict.fromkeys(("checks", "observe", "backends", "op_shards"), "ops"),
     **dict.fromkeys(("decode", "decode_checks", "decode_replay_triton", "decode_triton"), "ops"),
