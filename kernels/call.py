@@ -44,13 +44,18 @@ class Inputs(NamedTuple):
 class Residuals(NamedTuple):
     """What the backward reads besides the inputs."""
 
-    x: Any  # [B*T, HV, 64] in q's dtype, the chunk inverses
-    p: Any  # [B*T, HV, 64] in q's dtype, the scores
+    x: Any  # [B*T, HV, 64] in q's dtype, the chunk inverses, or None where they lie in p
+    p: Any  # [B*T, HV, 64] in q's dtype, the scores; [B*T, HV, 80] with the inverses (chunks.py)
     g_sum: Any  # GDN: [B*T, HV] float32, G; None for KDA, whose sums are formed again
     h: Any  # [SLOTS, HV, K, V] uint8, codes of the rounded states that enter the chunks, or None
     h_scale: Any  # [SLOTS, HV, ceil(V / block_v)] float32, or None
     w: Any = None  # GDN: [B*T, HV, K] uint8, codes of a rounded w, or None
     w_scale: Any = None  # [B*T, HV] float32, or None
+
+    @property
+    def x_holder(self) -> Any:
+        """The array to load the inverses from."""
+        return self.p if self.x is None else self.x
 
 
 class Output(NamedTuple):

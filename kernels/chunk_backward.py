@@ -11,6 +11,7 @@ import triton.language as tl
 from jlaqat.kernels.chunk_output import load_codes, load_scales
 from jlaqat.kernels.chunks import (
     load_gate_sums,
+    load_inverse,
     load_rows,
     load_scalars,
     locate_chunk,
@@ -66,7 +67,7 @@ def chunk_backward_kernel(
     p_v,  # [B*T, HV, V]
     p_gsum,  # [B*T, HV] float32, G
     p_beta,  # [B*T, HV]
-    p_x,  # [B*T, HV, 64]
+    p_x,  # [B*T, HV, X_WIDTH]
     p_w_scale,  # [B*T, HV] float32, where w is rounded
     p_h,  # [SLOTS, HV, K, V] codes or values
     p_h_scale,  # [SLOTS, HV, ceil(V / TILE_V)] float32
@@ -95,6 +96,7 @@ def chunk_backward_kernel(
     STATE_FORMAT: tl.constexpr,
     TILE_V: tl.constexpr,
     W_FORMAT: tl.constexpr,
+    X_WIDTH: tl.constexpr,
     HARDWARE_FP8: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -112,7 +114,7 @@ def chunk_backward_kernel(
     state = i_c.to(tl.int64) * HV + i_hv
     b_g, g_last = load_gate_sums(p_gsum, row, n_rows, i_hv, HV, BT)
     b_beta = load_scalars(p_beta, row, n_rows, i_hv, HV, BT)
-    b_x = load_rows(p_x, row, n_rows, i_hv, 0, HV, BT, BT, BT)
+    b_x = load_inverse(p_x, row, n_rows, i_hv, HV, X_WIDTH, BT)
     if W_FORMAT != "none":
         b_ws = tl.where(o_t < n_rows, load_scalars(p_w_scale, row, n_rows, i_hv, HV, BT), 1.0)
         b_wr = tl.div_rn(tl.full([BT], 1.0, tl.float32), b_ws)

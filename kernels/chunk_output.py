@@ -6,6 +6,7 @@ import triton.language as tl
 from jlaqat.kernels.chunks import (
     load_rows,
     load_scalars,
+    load_scores,
     locate_chunk,
     state_mask,
     state_offsets,
@@ -52,7 +53,7 @@ def load_scales(
 @triton.jit
 def chunk_output_forward_kernel(
     p_q,  # GDN: [B*T, HK, K], q; KDA: scale e^G q a value head
-    p_p,  # [B*T, HV, 64]
+    p_p,  # [B*T, HV, P_WIDTH]
     p_g,  # GDN: [B*T, HV] float32, G
     p_h,  # [SLOTS, HV, K, V] codes or values
     p_h_scale,  # [SLOTS, HV, ceil(V / TILE_V)] float32
@@ -73,6 +74,7 @@ def chunk_output_forward_kernel(
     IS_PACKED: tl.constexpr,
     STATE_FORMAT: tl.constexpr,
     TILE_V: tl.constexpr,
+    P_WIDTH: tl.constexpr,
     HARDWARE_FP8: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -95,7 +97,7 @@ def chunk_output_forward_kernel(
     b_o = tl.dot(b_q, b_h, input_precision=PRECISION) * b_scale[None, :]
     if not IS_KDA:
         b_o *= (tl.exp(load_scalars(p_g, row, n_rows, i_hv, HV, BT)) * scale)[:, None]
-    b_p = load_rows(p_p, row, n_rows, i_hv, 0, HV, BT, BT, BT)
+    b_p = load_scores(p_p, row, n_rows, i_hv, HV, P_WIDTH, BT)
     b_v = load_rows(p_v_new, row, n_rows, i_hv, i_v, HV, V, BT, BV)
     b_o += tl.dot(b_p, b_v, input_precision=PRECISION)
     store_rows(p_o, b_o, row, n_stored, i_hv, i_v, HV, V)

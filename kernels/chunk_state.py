@@ -13,6 +13,7 @@ from jlaqat.kernels.chunks import (
     load_gate_sums,
     load_rows,
     load_scalars,
+    load_scores,
     locate_sequence,
     state_mask,
     state_offsets,
@@ -82,7 +83,7 @@ def chunk_state_forward_kernel(
     p_w,  # [B*T, HV, K], values or codes (uint8)
     p_w_scale,  # [B*T, HV] float32, where w is codes
     p_u,  # [B*T, HV, V]
-    p_p,  # [B*T, HV, 64]
+    p_p,  # [B*T, HV, P_WIDTH]
     p_g,  # GDN: [B*T, HV] float32, G; KDA: [SLOTS, HV, K] float32, e^(G_L)
     p_initial,  # [N, HV, K, V] float32
     p_sequences,  # [N + 1, 3]
@@ -110,6 +111,7 @@ def chunk_state_forward_kernel(
     SAVE_V: tl.constexpr,
     STATE_FORMAT: tl.constexpr,
     W_FORMAT: tl.constexpr,
+    P_WIDTH: tl.constexpr,
     HARDWARE_FP8: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -152,7 +154,7 @@ def chunk_state_forward_kernel(
             store_rows(p_v_new, b_v, row, n_rows, i_hv, i_v, HV, V)
         if WRITE_O:
             b_q = load_rows(p_q, row, n_rows, i_k, 0, HK, K, BT, BK)
-            b_p = load_rows(p_p, row, n_rows, i_hv, 0, HV, BT, BT, BT)
+            b_p = load_scores(p_p, row, n_rows, i_hv, HV, P_WIDTH, BT)
             b_o = tl.dot(b_q, b_h, input_precision=PRECISION)
             if IS_KDA:
                 b_o *= b_scale
@@ -230,6 +232,7 @@ def chunk_state_backward_kernel(
     IS_KDA: tl.constexpr,
     IS_PACKED: tl.constexpr,
     W_FORMAT: tl.constexpr,
+    P_WIDTH: tl.constexpr,
     HARDWARE_FP8: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -264,7 +267,7 @@ def chunk_state_backward_kernel(
         store_state(p_dh + state * K * V, b_ds, i_v, K, V)
         b_do = load_rows(p_do, i_row, n_rows, i_hv, i_v, HV, V, BT, BV)
         b_k = load_rows(p_k, i_row, n_rows, i_k, 0, HK, K, BT, BK)
-        b_p = load_rows(p_p, i_row, n_rows, i_hv, 0, HV, BT, BT, BT)
+        b_p = load_scores(p_p, i_row, n_rows, i_hv, HV, P_WIDTH, BT)
         b_dv = tl.dot(b_k, b_ds.to(b_k.dtype), input_precision=PRECISION)
         b_do_q = b_do
         if IS_KDA:

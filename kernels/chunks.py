@@ -1,4 +1,4 @@
-"""Where a chunk's rows lie, for batches and for packed sequences, and masked loads and stores of row blocks.
+"""Where a chunk's rows lie, for batches and for packed sequences, and masked loads and stores of row blocks, P and X.
 
 Packed sequences restart their chunks, so how many chunks there are is known on the device only. `chunk_index_kernel`
 fills a table with ceil(T / 64) + N slots, enough for any cu_seqlens. Rows past the end of cu_seqlens are chunks of no
@@ -117,6 +117,80 @@ def store_rows(p, b, row, n_rows, i_h, i_d, NH: tl.constexpr, D: tl.constexpr):
     p_rows = p + (row * NH + i_h) * D
     m = row_mask(n_rows, i_d, D, BT, BD)
     tl.store(p_rows + row_offsets(i_d, D, NH * D, BT, BD), b.to(p.dtype.element_ty), mask=m)
+
+
+# ------------------------------------------------------------------ P, and the inverse X where P is zero
+#
+# Both are lower triangular. An array of WIDTH = 64 columns holds one of them, one of 80 both, by blocks of 16 x 16: P's
+# stay where they are; X's block (i, j) below the diagonal takes the place of P's zero block (j, i), as it is; X's
+# diagonal blocks take the columns from 64 on. That is 10 KB a chunk and head in 16 bits, where two arrays take 16. A
+# row of a block is 32 bytes then, as much as memory moves at once. Rows of X lie in rows no later: rows that exist.
+
+SIDE = tl.constexpr(16)  # of a block
+
+
+@triton.jit
+def lower_mask(n_rows, BT: tl.constexpr):
+    """[BT, BT]: rows that exist, of blocks below the diagonal or on it."""
+    o_t = tl.arange(0, BT)
+    return (o_t[:, None] < n_rows) & ((o_t // SIDE * SIDE)[None, :] <= o_t[:, None])
+
+
+@triton.jit
+def inverse_offsets(STRIDE: tl.constexpr, BT: tl.constexpr):
+    """Offsets [BT, BT] of X beside P, rows STRIDE apart; above the diagonal they mean nothing."""
+    o_t = tl.arange(0, BT)
+    o_block = o_t // SIDE * SIDE
+    o_side = o_t % SIDE
+    diagonal = o_t[:, None] * STRIDE + BT + o_side[None, :]
+    below = (o_block[None, :] + o_side[:, None]) * STRIDE + o_block[:, None] + o_side[None, :]
+    return tl.where(o_block[:, None] == o_block[None, :], diagonal, below)
+
+
+@triton.jit
+def load_scores(p_p, row, n_rows, i_h, NH: tl.constexpr, WIDTH: tl.constexpr, BT: tl.constexpr):
+    """P [BT, BT] of head i_h, rows row.. of [rows, NH, WIDTH]; zero outside, and above the diagonal."""
+    if WIDTH == BT:
+        return load_rows(p_p, row, n_rows, i_h, 0, NH, BT, BT, BT)
+    else:
+        p_rows = p_p + (row * NH + i_h) * WIDTH
+        o = row_offsets(0, BT, NH * WIDTH, BT, BT)
+        return tl.load(p_rows + o, mask=lower_mask(n_rows, BT), other=0.0)
+
+
+@triton.jit
+def store_scores(p_p, b_p, row, n_rows, i_h, NH: tl.constexpr, WIDTH: tl.constexpr):
+    """The reverse of `load_scores`."""
+    BT: tl.constexpr = b_p.shape[0]
+    if WIDTH == BT:
+        store_rows(p_p, b_p, row, n_rows, i_h, 0, NH, BT)
+    else:
+        p_rows = p_p + (row * NH + i_h) * WIDTH
+        o = row_offsets(0, BT, NH * WIDTH, BT, BT)
+        tl.store(p_rows + o, b_p.to(p_p.dtype.element_ty), mask=lower_mask(n_rows, BT))
+
+
+@triton.jit
+def load_inverse(p_x, row, n_rows, i_h, NH: tl.constexpr, WIDTH: tl.constexpr, BT: tl.constexpr):
+    """X [BT, BT] likewise."""
+    if WIDTH == BT:
+        return load_rows(p_x, row, n_rows, i_h, 0, NH, BT, BT, BT)
+    else:
+        p_rows = p_x + (row * NH + i_h) * WIDTH
+        o = inverse_offsets(NH * WIDTH, BT)
+        return tl.load(p_rows + o, mask=lower_mask(n_rows, BT), other=0.0)
+
+
+@triton.jit
+def store_inverse(p_x, b_x, row, n_rows, i_h, NH: tl.constexpr, WIDTH: tl.constexpr):
+    """The reverse of `load_inverse`."""
+    BT: tl.constexpr = b_x.shape[0]
+    if WIDTH == BT:
+        store_rows(p_x, b_x, row, n_rows, i_h, 0, NH, BT)
+    else:
+        p_rows = p_x + (row * NH + i_h) * WIDTH
+        o = inverse_offsets(NH * WIDTH, BT)
+        tl.store(p_rows + o, b_x.to(p_x.dtype.element_ty), mask=lower_mask(n_rows, BT))
 
 
 @triton.jit

@@ -17,6 +17,7 @@ from jlaqat.kernels.hopper_tiles import (
     commit_group,
     decode,
     fetch_block,
+    fetch_inverse,
     fetch_rows,
     load_vector,
     locate_chunk,
@@ -104,6 +105,7 @@ def chunk_backward_kernel(
     STATE_FORMAT: gl.constexpr,
     TILE_V: gl.constexpr,
     W_FORMAT: gl.constexpr,
+    X_WIDTH: gl.constexpr,
 ):
     K: gl.constexpr = 128
     V: gl.constexpr = 128
@@ -148,7 +150,7 @@ def chunk_backward_kernel(
     m_w = view(m_d, gl.uint8, [4, 64, 64], CODES)
     m_h = view(m_s, gl.uint8, [4, 64, 128], BYTES)  # the last two tiles of it
 
-    fetch_rows(m_xq.index(0), p_x, row, n_rows, i_hv, 0, HV, 64, MEM64)
+    fetch_inverse(m_xq.index(0), p_x, row, n_rows, i_hv, HV, X_WIDTH, MEM64)
     fetch_rows(m_k.index(0), p_k, row, n_rows, i_h, 0, H, K, MEM64)
     fetch_rows(m_k.index(1), p_k, row, n_rows, i_h, 64, H, K, MEM64)
     if W_FORMAT != "none":

@@ -20,6 +20,7 @@ from jlaqat.kernels.hopper_tiles import (
     commit_group,
     decode,
     fetch_rows,
+    fetch_scores,
     locate_sequence,
     offsets_of,
     store_rows,
@@ -94,6 +95,7 @@ def fetch_forward(
     V: gl.constexpr,
     IS_KDA: gl.constexpr,
     W_FORMAT: gl.constexpr,
+    P_WIDTH: gl.constexpr,
     STAGES: gl.constexpr,
     MEM_W: gl.constexpr,
     WARPS: gl.constexpr,
@@ -115,7 +117,7 @@ def fetch_forward(
     fetch_rows(m_u.index(s), p_u, row, n_rows, i_hv, i_v, HV, V, MEM64)
     fetch_rows(m_k.index(s), p_k, row, n_rows, i_h, 0, HK, K, MEM128)
     fetch_rows(m_q.index(s), p_q, row, n_rows, i_h, 0, HK, K, MEM128)
-    fetch_rows(m_p.index(s), p_p, row, n_rows, i_hv, 0, HV, 64, MEM64)
+    fetch_scores(m_p.index(s), p_p, row, n_rows, i_hv, HV, P_WIDTH, MEM64)
     commit_group()
 
 
@@ -143,6 +145,7 @@ def chunk_state_forward_kernel(
     IS_PACKED: gl.constexpr,
     HAS_INITIAL: gl.constexpr,
     W_FORMAT: gl.constexpr,
+    P_WIDTH: gl.constexpr,
     STAGES: gl.constexpr,  # chunks in shared memory, the one worked on included
 ):
     K: gl.constexpr = 128
@@ -201,7 +204,7 @@ def chunk_state_forward_kernel(
     pointers = (p_k, p_u, p_q, p_p, p_g, p_w, p_w_scale)
     place = (row, n_total, state, i_h, i_hv, i_v)
     for i in gl.static_range(STAGES - 1):
-        fetch_forward(tiles, pointers, place, i, HK, HV, V, IS_KDA, W_FORMAT, STAGES, MEM_W, WARPS)
+        fetch_forward(tiles, pointers, place, i, HK, HV, V, IS_KDA, W_FORMAT, P_WIDTH, STAGES, MEM_W, WARPS)
     wait_group(STAGES - 2)
     if W_FORMAT != "none":
         decode_w(m_w.index(0), m_wd, m_ws.index(0), W_FORMAT, False, MEM128)
@@ -221,7 +224,7 @@ def chunk_state_forward_kernel(
         t_q = warpgroup_mma(b_left, m_q.index(stage).permute((1, 0)), b_zero, use_acc=False, is_async=True)
         # While they run: a later chunk is on its way, the output of the chunk before leaves.
         later = i + STAGES - 1
-        fetch_forward(tiles, pointers, place, later, HK, HV, V, IS_KDA, W_FORMAT, STAGES, MEM_W, WARPS)
+        fetch_forward(tiles, pointers, place, later, HK, HV, V, IS_KDA, W_FORMAT, P_WIDTH, STAGES, MEM_W, WARPS)
         if i > 0:
             store_rows(m_o, p_o, row + (i - 1) * 64, 64, i_hv, i_v, HV, V, MEM64)
         b_u = m_u.index(stage).permute((1, 0)).load(VALUE).to(gl.float32)
@@ -271,6 +274,7 @@ def fetch_backward(
     V: gl.constexpr,
     IS_KDA: gl.constexpr,
     W_FORMAT: gl.constexpr,
+    P_WIDTH: gl.constexpr,
     STAGES: gl.constexpr,
     MEM_V: gl.constexpr,
     MEM_W: gl.constexpr,
@@ -287,7 +291,7 @@ def fetch_backward(
     row += i * 64
     n_rows = gl.where(i >= 0, n_total - i * 64, 0)
     fetch_rows(m_k.index(s), p_k, row, n_rows, i_h, 0, HK, K, MEM128)
-    fetch_rows(m_p.index(s), p_p, row, n_rows, i_hv, 0, HV, 64, MEM64)
+    fetch_scores(m_p.index(s), p_p, row, n_rows, i_hv, HV, P_WIDTH, MEM64)
     fetch_rows(m_do.index(s), p_do, row, n_rows, i_hv, i_v, HV, V, MEM_V)
     fetch_rows(m_q.index(s), p_q, row, n_rows, i_h, 0, HK, K, MEM128)
     fetch_rows(m_w.index(s), p_w, row, n_rows, i_hv, 0, HV, K, MEM_W)
@@ -321,6 +325,7 @@ def chunk_state_backward_kernel(
     IS_KDA: gl.constexpr,
     IS_PACKED: gl.constexpr,
     W_FORMAT: gl.constexpr,
+    P_WIDTH: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     K: gl.constexpr = 128
@@ -370,8 +375,9 @@ def chunk_state_backward_kernel(
     place = (row, n_total, state, i_h, i_hv, i_v)
     for j in gl.static_range(STAGES - 1):
         fetch_backward(
-            tiles, pointers, place, n_chunks - 1 - j, j, HK, HV, V, IS_KDA, W_FORMAT, STAGES, MEM_V, MEM_W, WARPS
-        )
+            tiles, pointers, place, n_chunks - 1 - j, j,
+            HK, HV, V, IS_KDA, W_FORMAT, P_WIDTH, STAGES, MEM_V, MEM_W, WARPS,
+        )  # fmt: skip
     wait_group(STAGES - 2)
     if W_FORMAT != "none":
         decode_w(m_w.index(0), m_wd, m_ws.index(0), W_FORMAT, True, MEM128)
@@ -400,7 +406,7 @@ def chunk_state_backward_kernel(
         later = done + STAGES - 1
         fetch_backward(
             tiles, pointers, place, n_chunks - 1 - later, later,
-            HK, HV, V, IS_KDA, W_FORMAT, STAGES, MEM_V, MEM_W, WARPS,
+            HK, HV, V, IS_KDA, W_FORMAT, P_WIDTH, STAGES, MEM_V, MEM_W, WARPS,
         )  # fmt: skip
         m_s.permute((1, 0)).store(b_h)
         store_state(m_s, p_dh + (state + i * HV) * (K * V) + i_v, V, MEM_V)

@@ -99,6 +99,51 @@ def store_rows(smem, p, row, n_rows, i_h, i_d, NH: gl.constexpr, D: gl.constexpr
 
 
 @gluon.jit
+def blocks_of(ROWS: gl.constexpr, layout: gl.constexpr):
+    """Of rows [ROWS, 1] and columns [1, 64]: their numbers, and the first of their blocks of 16. See chunks.py."""
+    gl.static_assert(ROWS % 16 == 0)
+    o_t = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))[:, None]
+    o_d = gl.arange(0, 64, layout=gl.SliceLayout(0, layout))[None, :]
+    return o_t, o_d, o_t // 16 * 16, o_d // 16 * 16
+
+
+@gluon.jit
+def fetch_scores(smem, p, row, n_rows, i_h, NH: gl.constexpr, WIDTH: gl.constexpr, layout: gl.constexpr):
+    """Starts copying P, as chunks.load_scores loads it."""
+    if WIDTH == 64:
+        fetch_rows(smem, p, row, n_rows, i_h, 0, NH, 64, layout)
+    else:
+        ROWS: gl.constexpr = layout.threads_per_warp[0] * layout.warps_per_cta[0]
+        o_t, o_d, _, block_d = blocks_of(ROWS, layout)
+        offsets = o_t * (NH * WIDTH) + o_d
+        p_rows = p + (row * NH + i_h) * WIDTH
+        for i in gl.static_range(64 // ROWS):
+            mask = (o_t < n_rows - i * ROWS) & (block_d <= o_t + i * ROWS)
+            async_load(smem.slice(i * ROWS, ROWS, 0), p_rows + offsets, mask=mask)
+            p_rows += ROWS * NH * WIDTH
+
+
+@gluon.jit
+def fetch_inverse(smem, p, row, n_rows, i_h, NH: gl.constexpr, WIDTH: gl.constexpr, layout: gl.constexpr):
+    """Starts copying X, as chunks.load_inverse loads it. Below the diagonal the next slab lies in the same rows of
+    memory, ROWS columns further on: a thread's addresses differ by constants there too."""
+    if WIDTH == 64:
+        fetch_rows(smem, p, row, n_rows, i_h, 0, NH, 64, layout)
+    else:
+        ROWS: gl.constexpr = layout.threads_per_warp[0] * layout.warps_per_cta[0]
+        STRIDE: gl.constexpr = NH * WIDTH
+        o_t, o_d, block_t, block_d = blocks_of(ROWS, layout)
+        diagonal = o_t * STRIDE + 64 + o_d % 16
+        below = (block_d + o_t % 16) * STRIDE + block_t + o_d % 16
+        p_rows = p + (row * NH + i_h) * WIDTH
+        for i in gl.static_range(64 // ROWS):
+            is_diagonal = block_d == block_t + i * ROWS
+            offsets = gl.where(is_diagonal, diagonal + i * ROWS * STRIDE, below + i * ROWS)
+            mask = (o_t < n_rows - i * ROWS) & (block_d <= o_t + i * ROWS)
+            async_load(smem.slice(i * ROWS, ROWS, 0), p_rows + offsets, mask=mask)
+
+
+@gluon.jit
 def fetch_block(smem, p, STRIDE: gl.constexpr, layout: gl.constexpr):
     """Starts copying rows STRIDE apart: a block of a state."""
     ROWS: gl.constexpr = layout.threads_per_warp[0] * layout.warps_per_cta[0]

@@ -8,7 +8,16 @@ as one byte an element and one scale a row. The inverse, w and u serve KDA too.
 import triton
 import triton.language as tl
 
-from jlaqat.kernels.chunks import load_rows, load_scalars, locate_chunk, store_rows, store_scalars
+from jlaqat.kernels.chunks import (
+    load_inverse,
+    load_rows,
+    load_scalars,
+    locate_chunk,
+    store_inverse,
+    store_rows,
+    store_scalars,
+    store_scores,
+)
 from jlaqat.kernels.gates import decay_matrix
 from jlaqat.kernels.rounding import decode, encode_rows, fake_quantize_rows
 
@@ -112,8 +121,8 @@ def intra_chunk_forward_kernel(
     p_beta,  # [B*T, HV]
     p_chunks,  # [SLOTS, 3]
     p_gsum,  # out: [B*T, HV] float32, G
-    p_x,  # out: [B*T, HV, 64]
-    p_p,  # out: [B*T, HV, 64]
+    p_x,  # out, SAVE_X: [B*T, HV, 64]
+    p_p,  # out: [B*T, HV, P_WIDTH]; with more than 64 columns it takes X in (chunks.py)
     p_w,  # out: [B*T, HV, K], values, or codes (uint8) where w is rounded
     p_w_scale,  # out: [B*T, HV] float32, where w is rounded
     p_u,  # out: [B*T, HV, V]
@@ -129,6 +138,7 @@ def intra_chunk_forward_kernel(
     BV: tl.constexpr,
     IS_PACKED: tl.constexpr,
     SAVE_X: tl.constexpr,
+    P_WIDTH: tl.constexpr,
     W_FORMAT: tl.constexpr,
     HARDWARE_FP8: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -150,10 +160,12 @@ def intra_chunk_forward_kernel(
     b_p = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * (b_e * scale)
     b_a = tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION) * b_e * b_beta[:, None]
     b_a = tl.where(o_t[:, None] > o_t[None, :], b_a, 0.0)
-    store_rows(p_p, b_p, row, n_rows, i_hv, 0, HV, BT)
+    store_scores(p_p, b_p, row, n_rows, i_hv, HV, P_WIDTH)
     b_x = unit_lower_inverse(b_a, MERGE_PRECISION).to(p_k.dtype.element_ty)
-    if SAVE_X:
-        store_rows(p_x, b_x, row, n_rows, i_hv, 0, HV, BT)
+    if P_WIDTH > BT:
+        store_inverse(p_p, b_x, row, n_rows, i_hv, HV, P_WIDTH)
+    elif SAVE_X:
+        store_inverse(p_x, b_x, row, n_rows, i_hv, HV, BT)
     b_k = load_rows(p_k, row, n_rows, i_h, 0, H, K, BT, BK)  # again: holding it through the inverse costs registers
     b_kg = b_k * tl.exp(b_gsum)[:, None]
     store_w(p_w, p_w_scale, b_x, b_kg, b_beta, row, n_rows, i_hv, HV, K, W_FORMAT, HARDWARE_FP8, PRECISION)
@@ -168,7 +180,7 @@ def wy_recompute_kernel(
     p_v,
     p_gsum,
     p_beta,
-    p_x,  # [B*T, HV, 64]
+    p_x,  # [B*T, HV, X_WIDTH]
     p_chunks,
     p_w,  # out: as in the forward
     p_w_scale,  # out
@@ -184,6 +196,7 @@ def wy_recompute_kernel(
     BV: tl.constexpr,
     IS_PACKED: tl.constexpr,
     WITH_U: tl.constexpr,
+    X_WIDTH: tl.constexpr,
     W_FORMAT: tl.constexpr,
     HARDWARE_FP8: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -197,7 +210,7 @@ def wy_recompute_kernel(
         return
     b_k = load_rows(p_k, row, n_rows, i_h, 0, H, K, BT, BK)
     b_beta = load_scalars(p_beta, row, n_rows, i_hv, HV, BT)
-    b_x = load_rows(p_x, row, n_rows, i_hv, 0, HV, BT, BT, BT)
+    b_x = load_inverse(p_x, row, n_rows, i_hv, HV, X_WIDTH, BT)
     b_kg = b_k * tl.exp(load_scalars(p_gsum, row, n_rows, i_hv, HV, BT))[:, None]
     store_w(p_w, p_w_scale, b_x, b_kg, b_beta, row, n_rows, i_hv, HV, K, W_FORMAT, HARDWARE_FP8, PRECISION)
     if WITH_U:

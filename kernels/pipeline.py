@@ -87,6 +87,7 @@ def _scan_forward(
             **call.dims("scale", "T", "NT", "N", "HK", "HV", "K", "V", "BT", "IS_KDA", "IS_PACKED"),
             **call.dims("STATE_FORMAT", "HARDWARE_FP8", "PRECISION"),
             "W_FORMAT": call.w_format,
+            "P_WIDTH": inputs["p_p"].shape[-1],
             "BK": bk,
             "BV": width,
             "HAS_INITIAL": initial is not None,
@@ -120,6 +121,7 @@ def _output_forward(call: Call, intra: dict[str, Any], scan: dict[str, Any], p_c
         constants={
             **call.dims("scale", "T", "NT", "HK", "HV", "K", "V", "BT", "IS_KDA", "IS_PACKED"),
             **call.dims("STATE_FORMAT", "TILE_V", "HARDWARE_FP8", "PRECISION"),
+            "P_WIDTH": intra["p_p"].shape[-1],
             "BK": bk,
             "BV": bv,
         },
@@ -207,6 +209,7 @@ def _scan_backward(call: Call, saved: dict[str, Any], do: Any, dfinal: Any, p_se
             **call.dims("scale", "T", "NT", "HK", "HV", "K", "V", "BT", "IS_KDA", "IS_PACKED"),
             **call.dims("HARDWARE_FP8", "PRECISION"),
             "W_FORMAT": w_format,
+            "P_WIDTH": inputs["p_p"].shape[-1],
             "BK": bk,
             "BV": width,
         },

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jlaqat.kernels import chunk_backward as chunk_kernels
-from jlaqat.kernels import intra_chunk, pipeline_hopper
+from jlaqat.kernels import chunks, intra_chunk, pipeline_hopper
 from jlaqat.kernels.call import Call, Residuals, power_of_two
 from jlaqat.kernels.launch import UNUSED, Buffer, Launch, dtype_name
 from jlaqat.spec import CHUNK_SIZE
@@ -20,9 +20,12 @@ def _w_buffers(call: Call) -> dict[str, Buffer]:
 
 
 def intra_forward(call: Call, p_chunks: Any, save_x: bool) -> dict[str, Any]:
-    """p_gsum, p_p, p_w, p_w_scale, p_u and, with save_x, p_x."""
+    """p_gsum, p_p, p_w, p_w_scale, p_u and, with save_x, p_x: None where p_p holds it."""
     _, _, _, hv, k, v = call.sizes
     knobs = call.tuning.intra
+    x_in_p = save_x and call.tuning.x_in_p
+    alone = save_x and not x_in_p
+    p_width = CHUNK_SIZE + chunks.SIDE.value if x_in_p else CHUNK_SIZE
     launch = Launch(
         kernel=intra_chunk.intra_chunk_forward_kernel,
         grid=call.slots * hv,
@@ -36,8 +39,8 @@ def intra_forward(call: Call, p_chunks: Any, save_x: bool) -> dict[str, Any]:
         },
         outputs={
             "p_gsum": call.gate_sums(),
-            "p_x": call.by_row(hv, CHUNK_SIZE) if save_x else UNUSED,
-            "p_p": call.by_row(hv, CHUNK_SIZE),
+            "p_x": call.by_row(hv, CHUNK_SIZE) if alone else UNUSED,
+            "p_p": call.by_row(hv, p_width),
             **_w_buffers(call),
             "p_u": call.by_row(hv, v),
         },
@@ -46,13 +49,15 @@ def intra_forward(call: Call, p_chunks: Any, save_x: bool) -> dict[str, Any]:
             **call.dims("W_FORMAT", "HARDWARE_FP8", "PRECISION", "MERGE_PRECISION"),
             "BK": power_of_two(k),
             "BV": call.width(knobs.bv, v),
-            "SAVE_X": save_x,
+            "SAVE_X": alone,
+            "P_WIDTH": p_width,
         },
         num_warps=knobs.warps * max(1, power_of_two(k) // 128),
         num_stages=knobs.stages,
         max_registers=knobs.registers if call.dtype != "float32" and k <= 128 else None,  # else it would only spill
     )
-    return call.run(launch) | {"p_qg": call.inputs.q, "p_kg": call.inputs.k}
+    out = call.run(launch) | {"p_qg": call.inputs.q, "p_kg": call.inputs.k}
+    return out | {"p_x": None} if x_in_p else out
 
 
 def recompute(call: Call, residuals: Residuals, p_chunks: Any, *, with_u: bool) -> dict[str, Any]:
@@ -78,7 +83,7 @@ def recompute(call: Call, residuals: Residuals, p_chunks: Any, *, with_u: bool) 
             "p_v": call.inputs.v,
             "p_gsum": residuals.g_sum,
             "p_beta": call.inputs.beta,
-            "p_x": residuals.x,
+            "p_x": residuals.x_holder,
             "p_chunks": p_chunks,
         },
         outputs={**_w_buffers(call), "p_u": call.by_row(hv, v) if with_u else UNUSED},
@@ -88,6 +93,7 @@ def recompute(call: Call, residuals: Residuals, p_chunks: Any, *, with_u: bool) 
             "BK": power_of_two(k),
             "BV": call.width(knobs.bv, v),
             "WITH_U": with_u,
+            "X_WIDTH": residuals.x_holder.shape[-1],
         },
         num_warps=knobs.warps * max(1, power_of_two(k) // 128),
         num_stages=knobs.stages,
@@ -123,7 +129,7 @@ def chunk_backward(
         "p_v": call.inputs.v,
         "p_gsum": saved["p_gsum"],
         "p_beta": call.inputs.beta,
-        "p_x": residuals.x,
+        "p_x": residuals.x_holder,
         "p_w_scale": saved["p_w_scale"],
         "p_h": saved["p_h"],
         "p_h_scale": saved["p_h_scale"],
@@ -153,6 +159,7 @@ def chunk_backward(
             **call.dims("scale", "T", "NT", "H", "HV", "K", "V", "BT", "IS_PACKED"),
             **call.dims("STATE_FORMAT", "TILE_V", "HARDWARE_FP8", "PRECISION"),
             "W_FORMAT": call.w_format,
+            "X_WIDTH": residuals.x_holder.shape[-1],
             "BK": call.width(knobs.bk, k),
             "BV": bv,
         },

@@ -44,6 +44,7 @@ def scan_forward(call: Call, inputs: dict[str, Any]) -> dict[str, Any]:
         constants={
             **call.dims("scale", "T", "NT", "N", "HK", "HV", "V", "IS_KDA", "IS_PACKED"),
             "W_FORMAT": call.w_format,
+            "P_WIDTH": inputs["p_p"].shape[-1],
             "HAS_INITIAL": call.inputs.initial_state is not None,
             "STAGES": knobs.stages,
         },
@@ -66,6 +67,7 @@ def scan_backward(call: Call, inputs: dict[str, Any], outputs: dict[str, Buffer]
         constants={
             **call.dims("scale", "T", "NT", "HK", "HV", "V", "IS_KDA", "IS_PACKED"),
             "W_FORMAT": call.w_format,
+            "P_WIDTH": inputs["p_p"].shape[-1],
             "BV": knobs.bv,
             "STAGES": knobs.stages,
         },
@@ -87,6 +89,7 @@ def chunk_backward(call: Call, inputs: dict[str, Any], outputs: dict[str, Buffer
         constants={
             **call.dims("scale", "T", "NT", "H", "HV", "IS_PACKED", "STATE_FORMAT", "TILE_V"),
             "W_FORMAT": call.w_format,
+            "X_WIDTH": inputs["p_x"].shape[-1],
         },
         num_warps=knobs.warps,
         max_registers=knobs.registers,

@@ -30,6 +30,7 @@ class Tuning(NamedTuple):
     """Launch parameters by kernel.
 
     decode_w: a rounded w goes to the reverse scan as values rather than codes, which each of its programs would decode.
+    x_in_p: GDN's backward finds X where P is zero (chunks.py): 84 MB of both instead of 134 at 8x4096x16 in 16 bits.
     split_output: states and v' go to memory, and a second kernel forms the output.
     hopper_state, hopper_reverse, hopper_chunk: parameters of the kernels for SM90 that take the places of `state`,
       `reverse` and `chunk_backward` where they serve; None leaves the place to those. Their `bk` means nothing.
@@ -43,6 +44,7 @@ class Tuning(NamedTuple):
     chunk_backward: Knobs = Knobs(4, 1, bk=32, bv=128)
     decode_w: bool = False
     split_output: bool = False
+    x_in_p: bool = False
     hopper_state: Knobs | None = None
     hopper_reverse: Knobs | None = None
     hopper_chunk: Knobs | None = None

@@ -3,6 +3,8 @@
 Imports Triton, so TRITON_INTERPRET must be set, or not, before this is imported.
 """
 
+import dataclasses
+
 import kernel_oracle as oracle
 import torch
 
@@ -85,6 +87,21 @@ def run_both(inputs, quant, dtype, *, cu_seqlens=None, save_states=True, hardwar
     ref_grads = torch.autograd.grad([ref_o, ref_final], leaves, [do.double(), dfinal.double()])
     pairs = {"o": (out.o, ref_o.detach()), "final_state": (out.final_state, ref_final.detach())}
     return pairs | {f"d{n}": (getattr(grads, n), r) for n, r in zip(names, ref_grads, strict=True)}
+
+
+def check_x_in_p(given, options):
+    """X where P is zero changes no bit of any result. Returns the residuals with X apart and with X in P's array."""
+    kept, results = [], []
+    for x_in_p in (False, True):
+        tuning = options.tuning._replace(x_in_p=x_in_p)
+        out, gradients, *_ = run_kernels(given, dataclasses.replace(options, tuning=tuning))
+        kept.append(out.residuals)
+        results.append({"o": out.o, "final_state": out.final_state} | gradients._asdict())
+    for name, x in results[1].items():
+        assert torch.isfinite(x).all(), name
+        assert torch.equal(x.view(torch.uint8), results[0][name].view(torch.uint8)), name
+    assert kept[0].x is not None and kept[1].x is None
+    return kept
 
 
 def check(pairs, dtype, factor=1.0):

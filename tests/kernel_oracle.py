@@ -93,6 +93,19 @@ def make_inputs(seed, *, b, t, h, hv, dk, dv, kda, g_mean=-0.05, beta_max=1.0, d
     return q, k, normal(b, t, hv, dv), g, beta, state
 
 
+def x_in_p(p, x):
+    """A chunk's P and X, [n, 64] each, as one array [n, 80], see kernels/chunks.py; NaN where nothing lies."""
+    out = torch.full((len(p), 80), float("nan"), dtype=p.dtype)
+    for i in range(4):
+        rows = slice(16 * i, 16 * i + 16)
+        out[rows, : 16 * i + 16] = p[rows, : 16 * i + 16]
+        out[rows, 64:] = x[rows, rows]
+        for j in range(i):
+            block = x[rows, 16 * j : 16 * j + 16]
+            out[16 * j : 16 * j + len(block), rows] = block
+    return out
+
+
 def error_ratio(x, ref):
     """RMS(x - ref) / RMS(ref); NaN where x is not finite."""
     x, ref = x.double(), ref.double()

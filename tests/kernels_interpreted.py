@@ -15,7 +15,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from kernel_checks import check, run_both
+from kernel_checks import cast, check, check_x_in_p, run_both
 
 from jlaqat.kernels import intra_chunk, pipeline, rounding
 from jlaqat.kernels.call import Inputs, Options
@@ -134,6 +134,37 @@ def test_nan_and_inf_come_out():
         out = pipeline.forward(poisoned_run, Inputs(q, k, v, g, beta, state), options)
         assert not torch.isfinite(out.final_state[0, 0, :, 5]).any()
         assert not torch.isfinite(out.o[0, :, 0, 5]).any()
+
+
+# name: (sizes, quant, dtype, options)
+X_IN_P = {
+    "plain": ({}, PLAIN, torch.float32, {}),
+    "fp8-grouped": (dict(h=1, hv=2, t=150), FP8, torch.float32, {}),
+    "int8-k60-v100": (dict(b=2, t=70, dk=60, dv=100), INT8, torch.float16, {}),
+    "fp8-k100": (dict(dk=100), FP8_WIDE, torch.float16, {}),
+    "plain-v256": (dict(t=17, dv=256), PLAIN, torch.float16, {}),
+    "fp8-recomputed": ({}, FP8, torch.float32, dict(save_states=False)),
+    "fp8-split": ({}, FP8, torch.float32, dict(tuning=SPLIT)),
+    "fp8-packed": (dict(t=150, n=4), FP8, torch.float32, {}),
+}
+
+
+@pytest.mark.parametrize("name", X_IN_P)
+def test_x_where_p_is_zero_changes_no_bit(name):
+    """And lies there as described: the kept array, from poison, is what P and X kept apart make by the description."""
+    changes, quant, dtype, options = X_IN_P[name]
+    lengths = [5, 66, 0, 70] if "n" in changes else None
+    cu_seqlens = lengths and torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    given = cast(inputs_of(**changes), dtype, cu_seqlens)
+    apart, both = check_x_in_p(given, Options(**dict(scale=0.25, quant=quant, tuning=NARROW) | options))
+    row = 0
+    for length in lengths or [given.q.shape[1]] * given.q.shape[0]:
+        for start in range(row, row + length, 64):
+            rows = slice(start, min(start + 64, row + length))
+            for head in range(given.v.shape[2]):
+                lies = oracle.x_in_p(apart.p[rows, head], apart.x[rows, head])
+                torch.testing.assert_close(both.p[rows, head], lies, rtol=0, atol=0, equal_nan=True)
+        row += length
 
 
 @triton.jit

@@ -3,6 +3,8 @@
 The variants here are a small pairwise set. `python -m jlaqat.kernels.aot` compiles more of them, at full width.
 """
 
+import math
+
 import pytest
 
 pytest.importorskip("triton")
@@ -11,7 +13,7 @@ from jlaqat.kernels import call, pipeline
 from jlaqat.kernels.aot import CompileRun, FakeArray, compile_pipeline
 from jlaqat.kernels.call import SHARED_MEMORY, Inputs, Options, UnsupportedByKernels, options_for
 from jlaqat.kernels.chunk_output import group_sum_kernel
-from jlaqat.kernels.launch import Buffer, Launch
+from jlaqat.kernels.launch import UNUSED, Buffer, Launch
 from jlaqat.kernels.tuning import Knobs, Tuning, choose
 from jlaqat.spec import DeltaQuant, QuantSpec
 
@@ -23,10 +25,10 @@ INT8 = DeltaQuant(state=QuantSpec.int8(block_v=32))
 # SM89 has one token, which Triton turns into compile-time constants.
 # architecture: gate, dtype, quant, K, V, heads of q and of v, packed, launch parameters
 VARIANTS = {
-    80: ("gdn", "bfloat16", FP8, 32, 16, (1, 2), True, None),
+    80: ("gdn", "bfloat16", FP8, 32, 16, (1, 2), True, Tuning(x_in_p=True)),
     89: ("kda", "float16", INT8, 20, 36, (2, 2), False, None),
     90: ("kda", "bfloat16", FP8, 32, 32, (1, 1), False, None),
-    100: ("gdn", "bfloat16", DeltaQuant(), 16, 32, (1, 2), False, Tuning(split_output=True)),
+    100: ("gdn", "bfloat16", DeltaQuant(), 16, 32, (1, 2), False, Tuning(split_output=True, x_in_p=True)),
     120: ("gdn", "bfloat16", INT8, 32, 32, (1, 1), True, None),
 }
 
@@ -170,6 +172,38 @@ def test_kernels_for_sm90_serve_where_they_can(gate, quant, dtype, key_dim, valu
         assert run.own == names
 
 
+@pytest.mark.parametrize(
+    "gate, x_in_p, most",
+    [("gdn", False, 340e6), ("gdn", True, 290e6), ("kda", False, 269e6), ("kda", True, 269e6)],
+)
+def test_what_a_forward_keeps(gate, x_in_p, most):
+    """Bytes at 8x4096x16, state and w FP8, beyond inputs and outputs. GDN is to stay below 300 MB."""
+    b, t, h, d = 8, 4096, 16, 128
+    q = FakeArray((b, t, h, d), "bfloat16")
+    g = FakeArray((b, t, h, d) if gate == "kda" else (b, t, h), "float32")
+    inputs = Inputs(q, q, q, g, FakeArray((b, t, h), "bfloat16"))
+    tuning = choose(90, gate, True, "many")._replace(x_in_p=x_in_p)
+    options = options_for(90, scale=1.0, quant=FP8_BLOCK64, tuning=tuning)
+    residuals = pipeline.forward(Names(), inputs, options).residuals
+    size = {"bfloat16": 2, "float32": 4, "uint8": 1}
+    kept = sum(math.prod(x.shape) * size[x.dtype] for x in residuals if x is not None)
+    assert 0.99 * most < kept <= most
+
+
+def test_without_gradients_p_is_kept_alone_and_no_x():
+    launches = []
+
+    def run(launch):
+        launches.append(launch)
+        return Names()(launch)
+
+    options = options_for(90, scale=1.0, tuning=Tuning(x_in_p=True))
+    pipeline.forward(run, fake_inputs(), options, with_residuals=False)
+    intra = next(launch for launch in launches if launch.name == "intra_chunk_forward_kernel")
+    assert intra.outputs["p_x"] == UNUSED and not intra.constants["SAVE_X"]
+    assert intra.outputs["p_p"].shape == (64, 1, 64) and intra.constants["P_WIDTH"] == 64
+
+
 def test_kernels_for_sm90_need_triton_3_9(monkeypatch):
     for version, capability, expected in (((3, 9), 90, True), ((3, 7), 90, False), ((3, 9), 100, False)):
         monkeypatch.setattr(call, "triton_version", lambda version=version: version)
@@ -177,12 +211,14 @@ def test_kernels_for_sm90_need_triton_3_9(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("x_in_p", [False, True])
 @pytest.mark.parametrize("quant", [FP8_BLOCK64, DeltaQuant()], ids=["fp8", "plain"])
-def test_kernels_for_sm90_compile_and_fit(quant):
+def test_kernels_for_sm90_compile_and_fit(quant, x_in_p):
     b, t, h = 8, 4096, 16
     q, g = FakeArray((b, t, h, 128), "bfloat16"), FakeArray((b, t, h), "float32")
     inputs = Inputs(q, q, q, g, FakeArray((b, t, h), "bfloat16"))
-    options = options_for(90, scale=1.0, quant=quant, hopper=True)
+    tuning = choose(90, "gdn", quant.state is not None, "many")._replace(x_in_p=x_in_p)
+    options = options_for(90, scale=1.0, quant=quant, hopper=True, tuning=tuning)
     report: list = []
     run = CompileRun(90, report)
     out = pipeline.forward(run, inputs, options)

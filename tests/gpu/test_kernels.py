@@ -3,10 +3,10 @@
 import kernel_oracle as oracle
 import pytest
 import torch
-from kernel_checks import cast, check, run_both, run_kernels
+from kernel_checks import cast, check, check_x_in_p, run_both, run_kernels
 
 from jlaqat.kernels.call import Options
-from jlaqat.kernels.tuning import Tuning
+from jlaqat.kernels.tuning import Tuning, choose
 from jlaqat.spec import DeltaQuant, QuantSpec
 
 # The first product of a backward thread, in the reference: PyTorch warns that it makes the context itself.
@@ -103,6 +103,25 @@ def test_split_output_agrees():
     inputs = oracle.make_inputs(4, **SIZES, kda=False, device=DEVICE)
     pairs = run_both(inputs, FP8, BF16, hardware_fp8=HARDWARE, tuning=Tuning(split_output=True))
     check(pairs, BF16)
+
+
+X_IN_P = ["gdn-plain", "gdn-fp8", "gdn-int8", "gdn-float32", "gdn-grouped-d64", "gdn-k100-v64", "gdn-k256-v256"]
+
+
+@pytest.mark.parametrize("name", X_IN_P)
+def test_x_where_p_is_zero_changes_no_bit(name):
+    changes, kda, quant, dtype, _ = CASES[name]
+    given = cast(oracle.make_inputs(7, **(SIZES | changes), kda=kda, device=DEVICE), dtype)
+    tuning = choose(90, "gdn", quant.state is not None, "few")
+    check_x_in_p(given, Options(scale=0.1, quant=quant, hardware_fp8=HARDWARE, tuning=tuning))
+
+
+@pytest.mark.parametrize("quant", [PLAIN, FP8], ids=["plain", "fp8"])
+def test_x_where_p_is_zero_packed_split_and_recomputed(quant):
+    lengths = torch.tensor([0, 0, 64, 64, 130, 131, 280], dtype=torch.int32, device=DEVICE)
+    given = cast(oracle.make_inputs(8, **(SIZES | dict(b=1)), kda=False, device=DEVICE, n=6), BF16, lengths)
+    tuning = choose(90, "gdn", quant.state is not None, "many")._replace(split_output=True)
+    check_x_in_p(given, Options(scale=0.1, quant=quant, hardware_fp8=HARDWARE, save_states=False, tuning=tuning))
 
 
 def test_many_short_sequences():

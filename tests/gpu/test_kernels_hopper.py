@@ -3,8 +3,9 @@
 import kernel_oracle as oracle
 import pytest
 import torch
-from kernel_checks import cast, check, run_both, run_kernels
+from kernel_checks import cast, check, check_x_in_p, run_both, run_kernels
 
+from jlaqat.kernels import call
 from jlaqat.kernels.call import Options
 from jlaqat.kernels.tuning import Knobs, choose
 from jlaqat.spec import DeltaQuant, QuantSpec
@@ -64,6 +65,21 @@ def test_packed_sequences(kda, quant):
     check(run_both(inputs, quant, BF16, cu_seqlens=cu_seqlens, **on(kda, quant)), BF16, 1)
 
 
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case[1]])
+def test_x_where_p_is_zero_changes_no_bit(name):
+    changes, kda, quant, dtype = CASES[name]
+    given = cast(oracle.make_inputs(4, **(SIZES | changes), kda=kda, device="cuda"), dtype)
+    for width in WIDTHS:
+        check_x_in_p(given, Options(scale=0.1, quant=quant, **on(kda, quant, width)))
+
+
+@pytest.mark.parametrize("quant", [PLAIN, FP8], ids=["plain", "fp8"])
+def test_x_where_p_is_zero_in_packed_sequences(quant):
+    cu_seqlens = torch.tensor([0, 0, 65, 193, 200, 300], dtype=torch.int32, device="cuda")  # and 31 rows of no sequence
+    given = cast(oracle.make_inputs(5, **(SIZES | dict(b=1, t=331, n=5)), kda=False, device="cuda"), BF16, cu_seqlens)
+    check_x_in_p(given, Options(scale=0.1, quant=quant, **on(False, quant)))
+
+
 def test_two_runs_are_equal_bit_for_bit():
     given = cast(oracle.make_inputs(3, **SIZES, kda=False, device="cuda"), BF16)
     options = Options(scale=128**-0.5, quant=FP8, **on(False, FP8))
@@ -72,15 +88,18 @@ def test_two_runs_are_equal_bit_for_bit():
         assert torch.equal(x, y), name
 
 
+@pytest.mark.parametrize("x_in_p", [False, True], ids=["x-apart", "x-in-p"])
 @pytest.mark.parametrize(
     "quant, many", [("none", True), ("none", False), ("state_w_fp8", True)], ids=["plain", "plain-few-heads", "fp8"]
 )
-def test_jax_and_the_bridge_give_equal_bits(quant, many):
+def test_jax_and_the_bridge_give_equal_bits(quant, many, x_in_p, monkeypatch):
     """With the table's choice of kernels; jax-triton compiles Gluon by other passes than Triton does."""
     from jlaqat.parity import ParityConfig, compare
 
+    monkeypatch.setattr(call, "choose", lambda *key: choose(*key)._replace(x_in_p=x_in_p))
     sizes = dict(batch=5, heads=16) if many else dict(batch=1, heads=2)
-    report = compare(ParityConfig(fla=False, tokens=130, key_dim=128, quant=quant, **sizes))
+    tokens = 130 + x_in_p  # JAX traces a shape once
+    report = compare(ParityConfig(fla=False, tokens=tokens, key_dim=128, quant=quant, **sizes))
     assert report.sides["jax"] == "triton" and report.same_kernels
     assert report.passed, (report.rows, report.missing)
     assert all(row.equal_bits for row in report.rows)
