@@ -79,6 +79,7 @@ def replay_step_kernel(
             HARDWARE_FP8,
             True,
         )
+        tl.debug_barrier()  # every thread has read the checkpoint that is overwritten
         store_rounded(p_values, p_scale, head, b_code, b_scale, i_v, K, V, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR)
         tl.store(p_o + head * V + o_v, b_o.to(p_o.dtype.element_ty), mask=o_v < V)
     else:
@@ -131,12 +132,13 @@ def replay_forward_kernel(
     p_ring_r_out,
     p_ring_g_out,
     p_cursor_out,  # out: [N] int32
-    p_saved,  # out: [N, SLOTS, HV, K, V], the checkpoints in the order of their roundings; SLOTS may be 0
+    p_saved,  # out: [N, SLOTS, HV, K, V], the checkpoints in the order of their roundings; any array where not SAVE
     p_saved_scale,  # out
     scale,
     T,
     PER_ROW,
     SLOTS,
+    SAVE: tl.constexpr,
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -200,10 +202,11 @@ def replay_forward_kernel(
                 HARDWARE_FP8,
                 False,
             )
+            tl.debug_barrier()  # every thread has read the checkpoint that is overwritten
             store_rounded(
                 p_values_out, p_scale_out, head, b_code, b_scale, i_v, K, V, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR
             )
-            if SLOTS > 0:
+            if SAVE:
                 saved = slot * HV + i_hv
                 store_rounded(
                     p_saved, p_saved_scale, saved, b_code, b_scale, i_v, K, V, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR

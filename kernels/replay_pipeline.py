@@ -45,7 +45,8 @@ class Call(recurrent_pipeline.Call):
         length = ring.k.shape[1]
         block = min(MAX_BLOCK, power_of_two(length))
         at_once = min(8 if dtype_name(ring.r) == "bfloat16" else 4, block * self.width // (32 * self.warps()))
-        return {"LENGTH": length, "BL": block, "VECTOR": self.options.vector or max(at_once, 1)}
+        vector = min(self.options.vector or max(at_once, 1), self.width)
+        return {"LENGTH": length, "BL": block, "VECTOR": vector}
 
     def warps(self, states: int = 1) -> int:
         """As many as the states want, and the block of the ring beside them."""
@@ -133,6 +134,7 @@ def forward(
             **call.constants(),
             **constants,
             "SLOTS": slots,
+            "SAVE": slots > 0,
             **call.of_ring(ring),
         },
         num_warps=call.warps(),
@@ -190,7 +192,7 @@ def backward(
             **constants,
             "SLOTS": out.saved.values.shape[1],
             **call.of_ring(ring),
-            "VECTOR": call.vector(backward=True),
+            "VECTOR": min(call.vector(backward=True), call.width),
         },
         num_warps=call.warps(states=2),
         num_stages=1,

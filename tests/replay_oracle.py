@@ -1,5 +1,7 @@
 """What the kernels of replay must compute, in torch float64; for the interpreter and for GPUs."""
 
+import contextlib
+
 import recurrent_oracle
 import torch
 from recurrent_oracle import decoded, ratio
@@ -41,14 +43,35 @@ def step_by_step(tokens, state, ring, options, run):
     return torch.cat(outputs, 1), state, ring
 
 
+def difference(x, wanted):
+    """How x differs, for a message: in how many elements, where first and where most."""
+    x, wanted = x.detach().double(), wanted.detach().double()
+    differ = (x == wanted).logical_not().nonzero()  # NaN differs from everything
+    if not len(differ):
+        return "equal"
+    largest = (x - wanted).abs().nan_to_num(nan=torch.inf).argmax()
+    largest = [int(i) for i in torch.unravel_index(largest, x.shape)]
+    places = [
+        f"{word} at {i}: {x[tuple(i)].item():.9g}, not {wanted[tuple(i)].item():.9g}"
+        for word, i in (("first", differ[0].tolist()), ("most", largest))
+    ]
+    return f"{len(differ)} of {x.numel()} differ in shape {list(x.shape)}; {'; '.join(places)}"
+
+
+def assert_equal(name, x, wanted):
+    """Equal bits; the message says where they are not."""
+    assert torch.equal(x, wanted), f"{name}: {difference(x, wanted)}"
+
+
 def assert_same(state, ring, other_state, other_ring):
     """Equal bits of checkpoints, cursors and the entries in use."""
-    assert torch.equal(state.values.view(torch.uint8), other_state.values.view(torch.uint8))
-    assert state.scale is None or torch.equal(state.scale, other_state.scale)
-    assert torch.equal(ring.cursor, other_ring.cursor)
+    assert_equal("bytes of values", state.values.view(torch.uint8), other_state.values.view(torch.uint8))
+    if state.scale is not None:
+        assert_equal("scales", state.scale, other_state.scale)
+    assert_equal("cursor", ring.cursor, other_ring.cursor)
     for n, cursor in enumerate(ring.cursor.tolist()):
-        for x, y in zip(ring[:3], other_ring[:3]):
-            assert torch.equal(x[n, :cursor], y[n, :cursor])
+        for name, x, y in zip(ring._fields[:3], ring, other_ring):
+            assert_equal(f"ring.{name} of sequence {n}", x[n, :cursor], y[n, :cursor])
 
 
 def replayed(checkpoint, ring):
@@ -103,17 +126,17 @@ def check_bits_alone(tokens, state, ring, options, run, bounds):
 
         if length == 0:
             assert_same(own(together.state), own(together.ring), own(state), own(ring))
-            assert torch.equal(gradients.state[n], ds[n])
+            assert_equal("dstate", gradients.state[n], ds[n])
             continue
         rows = slice(start, start + length)
         alone = pipeline.forward(run, cut(tokens, start, start + length), own(state), own(ring), options, save=True)
-        assert torch.equal(alone.o, together.o[:, rows])
+        assert_equal(f"o of sequence {n}", together.o[:, rows], alone.o)
         assert_same(own(together.state), own(together.ring), alone.state, alone.ring)
         given = (cut(tokens, start, start + length), own(state), own(ring), alone, do[:, rows].contiguous())
         wanted = pipeline.backward(run, *given, ds[n : n + 1].contiguous(), options)
-        for x, y in zip(wanted[:5], gradients[:5]):
-            assert torch.equal(x, y[:, rows])
-        assert torch.equal(wanted.state[0], gradients.state[n])
+        for name, x, y in zip(Gradients._fields[:5], gradients, wanted):
+            assert_equal(f"d{name} of sequence {n}", x[:, rows], y)
+        assert_equal(f"dstate of sequence {n}", gradients.state[n], wanted.state[0])
 
 
 def check_call(tokens, state, ring, options, run, *, bound, gradient_bound):
@@ -132,7 +155,10 @@ def check_call(tokens, state, ring, options, run, *, bound, gradient_bound):
         due = [t for t in range(tokens.q.shape[1]) if (cursor + t + 1) % length == 0]
         if options.state is not None and due:
             kept = State(*(None if x is None else x[n : n + 1, : len(due)] for x in out.saved))
-            recurrent_oracle.assert_codes_round(kept, written[n : n + 1, due].detach().float(), options)
+            exact_states = written[n : n + 1, due].detach().float()
+            codes = difference(kept.values, recurrent_oracle.entering_state(exact_states, options).values)
+            with said_about(f"checkpoints of sequence {n}: {codes}"):
+                recurrent_oracle.assert_codes_round(kept, exact_states, options)
         expected = (cursor + tokens.q.shape[1]) % length
         assert out.ring.cursor[n].item() == expected
 
@@ -144,6 +170,23 @@ def check_call(tokens, state, ring, options, run, *, bound, gradient_bound):
     for name, x, ref in zip(Gradients._fields, got, wanted, strict=True):
         assert x.shape == ref.shape, name
         results[f"d{name}"] = (x, ref, gradient_bound)
-    for name, (x, ref, limit) in results.items():
-        assert ratio(x, ref) <= limit, (name, ratio(x, ref), limit)
+    assert_within(results)
     return out
+
+
+@contextlib.contextmanager
+def said_about(subject):
+    """Puts the subject before the message of an assertion inside."""
+    try:
+        yield
+    except AssertionError as error:
+        raise AssertionError(f"{subject}\n{error}") from error
+
+
+def assert_within(results):
+    """Errors of {name: (array, reference, bound)}, relative RMS. The message has all of them."""
+    errors = {name: (ratio(x, ref), limit) for name, (x, ref, limit) in results.items()}
+    wrong = [name for name, (error, limit) in errors.items() if not error <= limit]
+    lines = [f"{name}: error {error:.3g}, bound {limit:g}" for name, (error, limit) in errors.items()]
+    lines += [f"{name}: {difference(*results[name][:2])}" for name in wrong]
+    assert not wrong, "\n".join(lines)

@@ -38,16 +38,18 @@ def call(kda, name, length, ring_dtype=torch.bfloat16, read_stored=False, dtype=
 
 
 def check(tokens, state, ring, options, bound=0.005, gradient_bound=0.008):
-    """Values and gradients; then the same bits a token at a time and cut in two, and with the arithmetic FP8."""
+    """Values and gradients; then the same bits a token at a time and cut in two."""
     whole = oracle.check_call(tokens, state, ring, options, poisoned_run, bound=bound, gradient_bound=gradient_bound)
     o, last, entries = oracle.step_by_step(tokens, state, ring, options, poisoned_run)
-    assert torch.equal(o, whole.o)
-    oracle.assert_same(last, entries, whole.state, whole.ring)
+    with oracle.said_about("a token at a time"):
+        oracle.assert_equal("o", o, whole.o)
+        oracle.assert_same(last, entries, whole.state, whole.ring)
     head = pipeline.forward(poisoned_run, oracle.cut(tokens, 0, 5), state, ring, options)
     rest = oracle.cut(tokens, 5, tokens.q.shape[1])
     tail = pipeline.forward(poisoned_run, rest, head.state, head.ring, options)
-    assert torch.equal(torch.cat([head.o, tail.o], 1), whole.o)
-    oracle.assert_same(tail.state, tail.ring, whole.state, whole.ring)
+    with oracle.said_about("cut in two"):
+        oracle.assert_equal("o", torch.cat([head.o, tail.o], 1), whole.o)
+        oracle.assert_same(tail.state, tail.ring, whole.state, whole.ring)
     return whole
 
 
@@ -83,9 +85,10 @@ def test_window_1_is_token_mode(name, kda):
     tokens, state, ring, options = call(kda, name, 1, torch.float32)
     out = pipeline.forward(poisoned_run, tokens, state, ring, options)
     token_mode = recurrent_pipeline.forward(poisoned_run, tokens, state, options)
-    assert torch.equal(out.o, token_mode.o)
-    assert torch.equal(out.state.values, token_mode.state.values)
-    assert out.state.scale is None or torch.equal(out.state.scale, token_mode.state.scale)
+    oracle.assert_equal("o", out.o, token_mode.o)
+    oracle.assert_equal("values", out.state.values, token_mode.state.values)
+    if out.state.scale is not None:
+        oracle.assert_equal("scales", out.state.scale, token_mode.state.scale)
 
 
 POLICIES = {
@@ -127,13 +130,13 @@ def test_replay_through_jax(name, gate):
     rows = [jnp.moveaxis(x[key], 1, 0) for key in ("q", "k", "v", "g", "beta")]
     start = call({key: a[:, :0] for key, a in x.items()}, state, "triton")[1]
     end, o_steps = jax.jit(lambda start, rows: jax.lax.scan(step, start, rows))(start, rows)
-    assert np.array_equal(jnp.moveaxis(o_steps, 0, 1), o)
+    np.testing.assert_array_equal(jnp.moveaxis(o_steps, 0, 1), o, "o of steps")
     for name, a in vars(end).items():
         if name.startswith("ring") and a is not None:  # past the cursor a ring holds what it may
             a, b = (
                 jnp.where((jnp.arange(a.shape[1]) < end.cursor[0]).reshape(1, -1, *[1] * (a.ndim - 2)), y, 0)
                 for y in (a, getattr(carry, name))
             )
-            assert np.array_equal(a, b)
+            np.testing.assert_array_equal(a, b, name)
         elif name != "policy" and a is not None:
-            assert np.array_equal(a, getattr(carry, name)), name
+            np.testing.assert_array_equal(a, getattr(carry, name), name)

@@ -1,0 +1,75 @@
+"""The kernels of replay compiled without a GPU: what decides their bits is the same in every form of a call."""
+
+import re
+
+import pytest
+
+pytest.importorskip("triton")
+
+from jlaqat.spec import QuantSpec
+
+
+class Text(Exception):
+    """A kernel in Triton's GPU dialect."""
+
+
+def keep_gpu_dialect(text):
+    raise Text(text)
+
+
+def sums_and_maxima(text):
+    """What is added up or compared, along which axis and in which layout, of a kernel in Triton's GPU dialect."""
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", text, re.MULTILINE))
+    pattern = (
+        r'"tt\.(reduce|scan)"\(.*?<\{axis = (\d).*?\n.*?(addf|max).*?\}\) : \((tensor<.*?>)(?:, tensor<.*?>)?\) ->'
+    )
+    found = re.findall(pattern, text, re.DOTALL)
+    assert len(found) == len(re.findall(r'"tt\.(?:reduce|scan)"\(', text)) > 0
+    return {(*kind, re.sub(r"#\w+", lambda name: layouts.get(name[0], name[0]), operand)) for *kind, operand in found}
+
+
+@pytest.mark.parametrize(
+    ("gate", "state"),
+    [
+        ("gdn", QuantSpec.fp8()),
+        ("kda", QuantSpec.fp8()),
+        pytest.param("gdn", QuantSpec.int8(granularity="key_row"), marks=pytest.mark.slow),
+        pytest.param("kda", QuantSpec.fp8(granularity="value_row"), marks=pytest.mark.slow),
+        pytest.param("gdn", None, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_step_and_every_longer_call_sum_in_one_layout(gate, state, monkeypatch):
+    """Where a sum's terms lie in registers decides the order in which they are added, and so the bits."""
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    from jlaqat.kernels import aot
+    from jlaqat.kernels import recurrent_pipeline as recurrent
+    from jlaqat.kernels import replay_pipeline as pipeline
+
+    def stages_to_dialect(self, stages, options, language):
+        add_stages(self, stages, options, language)
+        stages["llir"] = lambda module, metadata: keep_gpu_dialect(str(module))
+
+    add_stages = CUDABackend.add_stages
+    monkeypatch.setattr(CUDABackend, "add_stages", stages_to_dialect)
+    n, length, heads, size = 3, 16, 4, 128
+    gates = (size,) if gate == "kda" else ()
+    x = aot.FakeArray
+
+    def sums(launch, tokens, **which):
+        operands = [x((n, tokens, heads, size), "bfloat16")] * 3
+        operands += [x((n, tokens, heads, *gates), "float32"), x((n, tokens, heads), "bfloat16")]
+        entries = [x((n, length, heads, size), "bfloat16")] * 2 + [x((n, length, heads, *gates), "float32")]
+        ring = pipeline.Ring(*entries, x((n,), "int32"))
+        values = x((n, heads, size, size), "uint8" if state else "float32")
+        entering = recurrent.State(values, x((1,), "float32") if state else None)
+        options = recurrent.Options(scale=0.1, state=state, hardware_fp8=True)
+        with pytest.raises(Text) as compiled:
+            launch(aot.CompileRun(90, []), recurrent.Tokens(*operands), entering, ring, options, **which)
+        return sums_and_maxima(str(compiled.value))
+
+    bounds = recurrent.Bounds(*[x((n,), "int32")] * 2)
+    step = sums(pipeline.step, 1)
+    for tokens, which in [(40, {"save": True}), (5, {}), (64, {"bounds": bounds})]:
+        assert sums(pipeline.forward, tokens, **which) == step
