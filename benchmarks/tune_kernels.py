@@ -1,9 +1,11 @@
 """Times every kernel of the pipeline under a set of launch parameters, on one GPU.
 
     python3 benchmarks/tune_kernels.py $OUT/tune.json [--gates gdn,kda]     about 3 minutes on 16 cores and an H200
+    python3 benchmarks/tune_kernels.py $OUT/x_in_p.json --x-in-p            the table's, X apart and where P is zero
 
 Processes first compile the variants side by side (Triton's cache on disk is shared), then one process times them,
-kernel by kernel, from CUDA graphs. The table printed last has the best parameters for each kernel and shape.
+kernel by kernel, from CUDA graphs. The table printed last has the best parameters for each kernel and shape, and is
+written where the package reads it, but for `x_in_p`: that trades time for memory, so it stays as the table has it.
 """
 
 from __future__ import annotations
@@ -15,13 +17,14 @@ import itertools
 import json
 import multiprocessing
 import time
+from typing import NamedTuple
 
 import torch
 import triton
 
 from jlaqat.kernels import pipeline
 from jlaqat.kernels.call import Inputs, Options
-from jlaqat.kernels.tuning import FOLDER, Knobs, Tuning, shape_class
+from jlaqat.kernels.tuning import FOLDER, Knobs, Tuning, choose, shape_class
 from jlaqat.spec import DeltaQuant, QuantSpec
 from jlaqat.torch_bridge.run import torch_run
 
@@ -66,8 +69,36 @@ def tunings() -> list[Tuning]:
     return variants(CHOICES) + (variants(HOPPER_CHOICES) if on_hopper() else [])
 
 
+class Job(NamedTuple):
+    """Kernels to time, all of one forward and one backward."""
+
+    gate: str
+    quant: str
+    tuning: Tuning
+    shapes: list[tuple[int, int, int]] = SHAPES
+
+
+def jobs_of_variants(gates: list[str]) -> list[Job]:
+    jobs = [Job(gate, quant, tuning) for tuning, gate, quant in itertools.product(tunings(), gates, QUANTS)]
+    return jobs + [Job(gate, "state+w fp8", tunings()[0]._replace(split_output=True)) for gate in gates]
+
+
+def jobs_of_x_in_p() -> list[Job]:
+    jobs = []
+    for shape, quant, x_in_p in itertools.product(SHAPES, QUANTS, (False, True)):
+        b, _, h = shape
+        tuned = choose(capability(), "gdn", QUANTS[quant].state is not None, shape_class(b * h * 2))
+        jobs.append(Job("gdn", quant, tuned._replace(x_in_p=x_in_p), [shape]))
+    return jobs
+
+
+def capability() -> int:
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor
+
+
 def on_hopper() -> bool:
-    return torch.cuda.get_device_capability() == (9, 0)
+    return capability() == 90
 
 
 def make_inputs(b, t, h, kda, hv=None, dim=128) -> Inputs:
@@ -105,10 +136,9 @@ def run_once(run, inputs, quant, tuning):
     return out, pipeline.backward(run, inputs, out.residuals, do, dfinal, options)
 
 
-def compile_variant(job):
-    kda, quant, tuning = job
+def compile_variant(job: Job) -> str | None:
     try:  # grids and batch sizes change no kernel; the heads do
-        run_once(torch_run, make_inputs(1, 1024, 16, kda), QUANTS[quant], tuning)
+        run_once(torch_run, make_inputs(1, 1024, 16, job.gate == "kda"), QUANTS[job.quant], job.tuning)
         torch.cuda.synchronize()
         return None
     except Exception as error:  # a variant that does not fit the GPU is left out of the table
@@ -196,55 +226,85 @@ def told(row: dict) -> str:
     return f"{row['ms']:.3f} ({','.join(map(str, knobs))}{hopper}{codes}{'' if row.get('WRITE_O', True) else ',split'})"
 
 
-def main(path: str, gates: list[str]) -> None:
-    began = time.time()
-    jobs = [(gate == "kda", quant, tuning) for tuning, gate, quant in itertools.product(tunings(), gates, QUANTS)]
-    split = tunings()[0]._replace(split_output=True)
-    jobs += [(gate == "kda", "state+w fp8", split) for gate in gates]
+def compile_jobs(jobs: list[Job]) -> list[Job]:
+    """Those that compile and fit."""
     with concurrent.futures.ProcessPoolExecutor(15, multiprocessing.get_context("spawn")) as pool:
         errors = list(pool.map(compile_variant, jobs))
     for job, error in zip(jobs, errors, strict=True):
         if error:
             print("left out:", job[:2], error)
-    print(f"compiled in {time.time() - began:.0f} s", flush=True)
+    return [job for job, error in zip(jobs, errors, strict=True) if not error]
 
+
+def time_jobs(jobs: list[Job]) -> list[dict]:
+    """A row for each kernel and shape that differs from those before in anything but its time."""
     rows, seen = [], set()
-    for (b, t, h), (job, error) in itertools.product(SHAPES, zip(jobs, errors, strict=True)):
-        if error:
+    for shape, job in itertools.product(SHAPES, jobs):
+        if shape not in job.shapes:
             continue
-        kda, quant, tuning = job
+        b, t, h = shape
         recorder = Recorder()
-        inputs = make_inputs(b, t, h, kda)
-        run_once(recorder, inputs, QUANTS[quant], tuning)
+        run_once(recorder, make_inputs(b, t, h, job.gate == "kda"), QUANTS[job.quant], job.tuning)
         for launch, outputs in recorder.launches:
             row = {
                 "shape": f"{b}x{t}x{h}",
-                "gate": "kda" if kda else "gdn",
-                "quant": quant,
+                "gate": job.gate,
+                "quant": job.quant,
                 "kernel": launch.name.removesuffix("_kernel"),
                 "hopper": "hopper" in launch.kernel.fn.__module__,
                 "warps": launch.num_warps,
                 "stages": launch.num_stages,
                 "registers": launch.max_registers,
+                "x_in_p": job.tuning.x_in_p,
                 **{n: launch.constants[n] for n in TOLD if n in launch.constants},
             }
             if (key := tuple(row.values())) not in seen:
                 seen.add(key)
                 rows.append(row | {"ms": round(time_launch(launch, outputs), 4)})
         del recorder
+    return rows
+
+
+def write_table(about: dict, rows: list[dict]) -> None:
+    FOLDER.mkdir(exist_ok=True)
+    table = FOLDER / f"sm{capability()}.json"
+    kept = json.loads(table.read_text())["tunings"] if table.exists() else {}
+    best = best_tunings(rows)
+    for gate, rounded, size in itertools.product(best, ("plain", "rounded"), ("many", "few")):
+        before = kept.get(gate, {}).get(rounded, {}).get(size, {})
+        if "x_in_p" in before:
+            best[gate][rounded][size]["x_in_p"] = before["x_in_p"]
+    table.write_text(json.dumps({**about, "tunings": kept | best}, indent=1) + "\n")
+
+
+def print_x_in_p(rows: list[dict]) -> None:
+    """Milliseconds, kernel by kernel, with X apart and with X where P is zero, and their sums."""
+    groups: dict = collections.defaultdict(lambda: {False: 0.0, True: 0.0})
+    for row in rows:
+        for kernel in (row["kernel"], "sum"):
+            groups[row["shape"], row["quant"], kernel][row["x_in_p"]] += row["ms"]
+    print("shape, quant, kernel | x apart | x in p")
+    for name, ms in sorted(groups.items(), key=lambda x: (*x[0][:2], x[0][2] == "sum", x[0][2])):
+        print(*name, "|", f"{ms[False]:.3f} | {ms[True]:.3f}")
+
+
+def main(path: str, gates: list[str], x_in_p: bool) -> None:
+    began = time.time()
+    jobs = compile_jobs(jobs_of_x_in_p() if x_in_p else jobs_of_variants(gates))
+    print(f"compiled in {time.time() - began:.0f} s", flush=True)
+    rows = time_jobs(jobs)
     about = {"machine": torch.cuda.get_device_name(), "triton": triton.__version__, "torch": torch.__version__}
     with open(path, "w") as f:
         json.dump({**about, "rows": rows}, f, indent=1)
-    major, minor = torch.cuda.get_device_capability()
-    FOLDER.mkdir(exist_ok=True)
-    table = FOLDER / f"sm{major}{minor}.json"
-    kept = json.loads(table.read_text())["tunings"] if table.exists() else {}  # of the gates not tuned now
-    table.write_text(json.dumps({**about, "tunings": kept | best_tunings(rows)}, indent=1) + "\n")
-    groups = collections.defaultdict(list)
-    for row in rows:
-        groups[row["shape"], row["gate"], row["quant"], row["kernel"]].append(row)
-    for name, group in groups.items():
-        print(*name, "|", *map(told, sorted(group, key=lambda r: r["ms"])))
+    if x_in_p:
+        print_x_in_p(rows)
+    else:
+        write_table(about, rows)
+        groups = collections.defaultdict(list)
+        for row in rows:
+            groups[row["shape"], row["gate"], row["quant"], row["kernel"]].append(row)
+        for name, group in groups.items():
+            print(*name, "|", *map(told, sorted(group, key=lambda r: r["ms"])))
     print(f"{time.time() - began:.0f} s")
 
 
@@ -252,5 +312,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", help="JSON file for the measurements")
     parser.add_argument("--gates", default="gdn,kda")
+    parser.add_argument("--x-in-p", action="store_true", help="time both settings of x_in_p, leave the table alone")
     arguments = parser.parse_args()
-    main(arguments.path, arguments.gates.split(","))
+    main(arguments.path, arguments.gates.split(","), arguments.x_in_p)
