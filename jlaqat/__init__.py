@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from jlaqat.export import load_weights as load_weights
     from jlaqat.optim import OptimizerConfig as OptimizerConfig
     from jlaqat.optim import make_optimizer as make_optimizer
+    from jlaqat.preemption import Preempted as Preempted
     from jlaqat.study import StudyConfig as StudyConfig
     from jlaqat.study import run_study as run_study
     from jlaqat.train_config import TrainConfig as TrainConfig
@@ -81,6 +82,7 @@ _TRAINING = {
     "make_optimizer": "jlaqat.optim",
     "StudyConfig": "jlaqat.study",
     "run_study": "jlaqat.study",
+    "Preempted": "jlaqat.preemption",
     "TrainConfig": "jlaqat.train_config",
     "DistillationConfig": "jlaqat.train_step",
     "TrainState": "jlaqat.train_step",

@@ -1,8 +1,8 @@
 """The command line: `jlaqat train | eval | study | study-merge | summary | parity`. Commands load a config and run it.
 
 A user's mistake (a wrong key, a missing file, a shape that cannot work) ends with one line on standard error and exit
-status 2; a run that fails on its way (a loss that is not finite) with status 1; anything else is a bug and shows its
-traceback.
+status 2; a run that fails on its way (a loss that is not finite) with status 1; a training run that SIGTERM stopped
+with 75, "try again later"; anything else is a bug and shows its traceback.
 """
 
 from __future__ import annotations
@@ -36,6 +36,9 @@ class Train:
     $ jlaqat train --config my_run.yaml --directory runs/mine optimizer.learning_rate=1e-3 model.num_layers=8
 
     Under the directory: checkpoints/, metrics.jsonl, tensorboard/, config.yaml. docs/training.md lists the keys.
+
+    SIGTERM (a scheduler that wants the machine back) finishes the step, saves it and ends with exit status 75; a second
+    one stops at once. Other exit statuses: 0 done, 1 a loss that is not finite, 2 a mistake in config or arguments.
     """
 
     config: str
@@ -49,10 +52,13 @@ class Train:
 
     def run(self) -> None:
         from jlaqat.recipes import load_config
-        from jlaqat.training import TrainConfig, train
+        from jlaqat.training import Preempted, TrainConfig, train
 
         config = load_config(TrainConfig, _packaged(self.config, "train"), self.overrides)
-        result = train(config, directory=self.directory, resume=self.resume)
+        try:
+            result = train(config, directory=self.directory, resume=self.resume)
+        except Preempted as stopped:
+            raise RunStopped(str(stopped)) from None
         scores = ", ".join(f"{name} {value:.4g}" for name, value in result.evaluation.items() if name != "weight")
         print(f"step {result.step}: train loss {result.metrics['loss']:.4f}; held-out {scores or 'not evaluated'}")
         print(f"checkpoint: {result.checkpoint}")
@@ -271,6 +277,10 @@ class RunFailed(RuntimeError):
     """A run that came to a wrong end; exit status 1."""
 
 
+class RunStopped(Exception):
+    """A run that was asked to stop and can go on; exit status 75."""
+
+
 def _packaged(config: str, *folders: str) -> str:
     """The packaged config that a bare name means to a command: "demo" is study/demo to `jlaqat study`."""
     known = _run_configs()
@@ -357,6 +367,9 @@ def _run(command: Train | Eval | Study | StudyMerge | Summary | Parity) -> int:
     except KeyboardInterrupt:
         print("jlaqat: stopped; `jlaqat train` goes on from the last checkpoint.", file=sys.stderr)
         return 130
+    except RunStopped as stopped:
+        print(f"jlaqat: stopped: {stopped}", file=sys.stderr)
+        return os.EX_TEMPFAIL
     except (RunFailed, FloatingPointError) as error:
         print(f"jlaqat: failed: {error}", file=sys.stderr)
         return 1

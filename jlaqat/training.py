@@ -2,8 +2,8 @@
 
 Under `directory`: `checkpoints/<step>/`, `metrics.jsonl`, `tensorboard/`, `config.yaml`, and `teacher/` if distilling.
 A run killed at any moment and started again gives the same bits as one that was never killed: every update is a
-function of the last checkpoint (weights, optimizer, quantizers, place in the data, RNG) and the config. The step
-itself, for loops of your own, is `jlaqat.train_step`.
+function of the last checkpoint (weights, optimizer, quantizers, place in the data, RNG) and the config. SIGTERM saves
+before it stops. The step itself, for loops of your own, is `jlaqat.train_step`.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from jlaqat.evaluation import eval_batches, evaluate_batches, make_eval_step, ma
 from jlaqat.export import export_stripped, load_weights
 from jlaqat.model import DecoderLM
 from jlaqat.optim import make_optimizer, make_schedule
+from jlaqat.preemption import Preempted as Preempted
+from jlaqat.preemption import StopSignal
 from jlaqat.quantizers import calibrate, find_quantizers, quantize, strip_quantizers
 from jlaqat.recipes import load_recipe, to_dict
 from jlaqat.sharding import make_mesh, put_batch, state_shardings
@@ -70,18 +72,21 @@ def train(config: TrainConfig, *, directory: str | Path, resume: bool = True) ->
     In a multi-process run (`jax.distributed.initialize`) every process calls this with the same arguments, on a file
     system that they share.
 
-    Raises NonFiniteError when a loss or gradient is not finite (the last good checkpoint stays),
-    CheckpointMismatchError when the checkpoint was made by another model, ValueError for a config that cannot work.
+    Raises NonFiniteError when a loss or gradient is not finite (the last good checkpoint stays), Preempted when SIGTERM
+    came: the step at hand was finished and saved, and the same call goes on from there (`StopSignal` says when the
+    signal is heard). CheckpointMismatchError when the checkpoint was made by another model, ValueError for a config
+    that cannot work.
     """
     directory = Path(directory).absolute()
     keep_best = config.checkpoint.keep_best
-    with Checkpointer(
+    checkpointer = Checkpointer(
         directory / "checkpoints",
         max_to_keep=config.checkpoint.max_to_keep,
         keep_best=keep_best,
         best_metric="eval_loss" if keep_best else None,
         asynchronous=config.checkpoint.asynchronous,
-    ) as checkpointer:
+    )
+    with StopSignal() as stop, checkpointer:
         latest = checkpointer.latest_step()
         if latest is not None and not resume:
             raise ValueError(
@@ -91,7 +96,7 @@ def train(config: TrainConfig, *, directory: str | Path, resume: bool = True) ->
             raise ValueError(
                 f"{directory} is at step {latest} already and steps={config.steps}; raise steps, or change directory."
             )
-        return _Run(config, directory, checkpointer).run()
+        return _Run(config, directory, checkpointer, stop).run()
 
 
 def build_model(config: TrainConfig) -> DecoderLM:
@@ -103,8 +108,8 @@ def build_model(config: TrainConfig) -> DecoderLM:
 class _Run:
     """One call of `train`: the model and its state, where they live, and what is due when."""
 
-    def __init__(self, config: TrainConfig, directory: Path, checkpointer: Checkpointer) -> None:
-        self.config, self.directory, self.checkpointer = config, directory, checkpointer
+    def __init__(self, config: TrainConfig, directory: Path, checkpointer: Checkpointer, stop: StopSignal) -> None:
+        self.config, self.directory, self.checkpointer, self.stop = config, directory, checkpointer, stop
         self.mesh = make_mesh(config.sharding)
         self.optimizer = make_optimizer(config.optimizer, config.steps)
         self.schedule = make_schedule(config.optimizer, config.steps)
@@ -234,6 +239,8 @@ class _Run:
         config = self.config
         speed = _Speed()
         unchecked: tuple[int, Batch, Metrics] | None = None
+        if self.stop.asks(first):
+            raise Preempted(first, self.checkpointer.step_directory(first) if first else None)
         for step in range(first + 1, config.steps + 1):
             batch = put_batch(next(self.batches), self.mesh, config.accumulation)
             state, metrics = step_fn(state, batch)
@@ -242,14 +249,17 @@ class _Run:
             self._check(unchecked, state)
             unchecked = (step, batch, metrics)
             last = step == config.steps
-            if not (last or any(step % every == 0 for every in self._intervals())):
+            stopping = not last and self.stop.asks(step)
+            if not (last or stopping or any(step % every == 0 for every in self._intervals())):
                 continue
             self._check(unchecked, state)
             unchecked = None
             self._record(step, state, batch, metrics, speed, last=last)
             self.log.advance(step, f"loss {self.metrics['loss']:.4f}")
-            if last or _due(step, config.checkpoint.every):
+            if last or stopping or _due(step, config.checkpoint.every):
                 self._save(step, state)
+            if stopping:
+                raise Preempted(step, self.checkpointer.step_directory(step))
         return state
 
     def _intervals(self) -> list[int]:

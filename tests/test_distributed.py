@@ -3,9 +3,11 @@
 import dataclasses
 import os
 import pathlib
+import signal
 import socket
 import subprocess
 import sys
+import time
 
 import jax
 import numpy as np
@@ -165,7 +167,7 @@ def free_port():
         return s.getsockname()[1]
 
 
-def run_processes(directory, run, count, devices=1):
+def start_processes(directory, run, count, devices=1):
     """The run in `count` real processes of `devices` CPU devices each."""
     file = directory.with_suffix(".yaml")
     file.write_text(yaml.safe_dump(to_dict(run)))
@@ -175,13 +177,23 @@ def run_processes(directory, run, count, devices=1):
     command = [sys.executable, str(CHILD), str(directory), str(file), "--quick"]
     command += ["--port", str(free_port()), "--processes", str(count)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    processes = [subprocess.Popen([*command, "--index", str(i)], env=env, **pipes) for i in range(count)]
+    return [subprocess.Popen([*command, "--index", str(i)], env=env, **pipes) for i in range(count)]
+
+
+def outputs_of(processes, meanwhile=lambda: None):
+    """What the processes print until they end; none outlives the test."""
     try:
-        outputs = [p.communicate(timeout=300)[0] for p in processes]
+        meanwhile()
+        return [p.communicate(timeout=300)[0] for p in processes]
     finally:
         for p in processes:
             p.kill()
-    assert [p.returncode for p in processes] == [0] * count, "\n".join(outputs)
+
+
+def run_processes(*arguments, **options):
+    processes = start_processes(*arguments, **options)
+    outputs = outputs_of(processes)
+    assert not any(p.returncode for p in processes), "\n".join(outputs)
 
 
 @pytest.mark.slow
@@ -213,3 +225,22 @@ def test_two_processes_of_two_devices_resume_a_quantized_run(tmp_path):
     pair = [r["loss"] for r in read_jsonl(tmp_path / "pair" / "metrics.jsonl", "train")]
     alone = [r["loss"] for r in read_jsonl(tmp_path / "alone" / "metrics.jsonl", "train")]
     np.testing.assert_allclose(pair, alone, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_two_processes_stop_at_one_step_when_one_hears_sigterm(tmp_path):
+    """JAX's preemption service tells the other one, and they agree on a step to save together."""
+    endless = config(steps=10**6, sharding=ShardingConfig(data=-1), evaluation=EvalConfig(batches=0))
+    processes = start_processes(tmp_path / "pair", endless, 2)
+    log, limit = tmp_path / "pair" / "metrics.jsonl", time.monotonic() + 300
+
+    def signal_one():
+        while not (log.exists() and read_jsonl(log)):
+            assert all(p.poll() is None for p in processes) and time.monotonic() < limit
+            time.sleep(0.01)
+        processes[1].send_signal(signal.SIGTERM)
+
+    outputs = outputs_of(processes, signal_one)
+    with Checkpointer(tmp_path / "pair" / "checkpoints", read_only=True) as checkpointer:
+        (step,) = checkpointer.all_steps()
+    assert all(f"Preempted: SIGTERM stopped the run after step {step}, saved" in text for text in outputs), outputs

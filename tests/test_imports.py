@@ -53,7 +53,8 @@ PART_OF: dict[str, str] = {
     "statistics": "rounding",
     **dict.fromkeys(("checkpoint_quantizers", "checkpoint_tree", "export"), "checkpoint"),
     **dict.fromkeys(
-        ("diagnosis", "evaluation", "optim", "sharding", "train_config", "train_log", "train_step"), "training"
+        ("diagnosis", "evaluation", "optim", "preemption", "sharding", "train_config", "train_log", "train_step"),
+        "training",
     ),
 }
 FORBIDDEN = {
