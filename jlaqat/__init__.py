@@ -1,6 +1,7 @@
 """jlaqat: quantization-aware training of linear-attention models in JAX, rounding inside the kernels."""
 
 import importlib
+import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 from jlaqat.attention import Attention as Attention
@@ -95,7 +96,15 @@ _TRAINING = {
 }
 
 
+__all__ = sorted(
+    {name for name, value in globals().items() if getattr(value, "__module__", "").startswith("jlaqat.")}
+    | set(_TRAINING)
+)
+
+
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return importlib.metadata.version("jlaqat")
     if name not in _TRAINING:
         raise AttributeError(f"module 'jlaqat' has no attribute {name!r}")
     return getattr(importlib.import_module(_TRAINING[name]), name)

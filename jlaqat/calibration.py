@@ -39,7 +39,7 @@ def calibrate(
     Raises QuantConfigError if nothing is to be calibrated, and ValueError naming the quantizer that saw no data or met
     NaN or Inf. The model's scales are then as they were before the call.
     """
-    _check_method(method, percentile)
+    check_method(method, percentile)
     targets = _calibrated(model)
     before = {name: quantizer.amax for name, quantizer in targets.items()}
     run = _jitted(forward) if isinstance(forward, Hashable) else _jitted.__wrapped__(forward)
@@ -81,7 +81,7 @@ def finish_calibration(model: nnx.Module, *, method: str = "max", percentile: fl
 
     Returns the names of the quantizers that got scales. Nothing changes if one of them fails.
     """
-    _check_method(method, percentile)
+    check_method(method, percentile)
     targets = {name: x for name, x in _calibrated(model).items() if x.observing}
     if not targets:
         raise QuantConfigError(
@@ -165,7 +165,8 @@ def _summary(stats: SiteStats) -> dict[str, jax.Array]:
 # ── from statistics to scales ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def _check_method(method: str, percentile: float) -> None:
+def check_method(method: str, percentile: float = 99.99) -> None:
+    """Raises QuantConfigError for what `calibrate` does not take."""
     if method not in METHODS:
         raise QuantConfigError(f"method={method!r} is not supported; choose one of {', '.join(METHODS)}.")
     if not 0 < percentile <= 100:

@@ -16,6 +16,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
@@ -289,12 +290,9 @@ def _packaged(config: str, *folders: str) -> str:
 
 def _is_study(config: str) -> bool:
     """Whether a config file is a study's: it has one of the keys that training runs lack."""
-    import yaml
+    from jlaqat.recipes import read_config
 
-    from jlaqat.recipes import find_config
-
-    tree = yaml.safe_load(find_config(config).read_text(encoding="utf-8")) or {}
-    return isinstance(tree, dict) and bool({"finetune_steps", "formats", "cadences", "seeds"} & set(tree))
+    return bool({"finetune_steps", "formats", "cadences", "seeds"} & set(read_config(config)))
 
 
 def _eval_tree(saved: dict[str, Any]) -> dict[str, Any]:
@@ -327,7 +325,7 @@ Quantization-aware training of Gated DeltaNet and Kimi Delta Attention models.
 
 C is a YAML file, or the name of a packaged config: {configs}.
 Any key of it can be changed at the end of the line: steps=500 quant=state_int8 model.num_layers=8.
-`jlaqat COMMAND --help` lists a command's options, with examples. Documentation: docs/.
+`jlaqat COMMAND --help` lists a command's options, with examples; `jlaqat --version`. Documentation: docs/.
 """
 
 
@@ -338,6 +336,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(HELP.replace("{configs}", ", ".join(_run_configs())), end="")
         return 0 if given else 2
     name, *rest = given
+    if name == "--version":
+        print(f"jlaqat {metadata.version('jlaqat')}")
+        return 0
     if name not in COMMANDS:
         close = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else "."

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax
 from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
-from jlaqat.data import DataConfig, check_model_sizes, loss_kind
+from jlaqat.data import DataConfig, loss_kind
 from jlaqat.model import ModelConfig
 from jlaqat.naming import named_leaves
 from jlaqat.quantizers import find_quantizers, summary
@@ -34,9 +33,7 @@ def state_elements(model: nnx.Module) -> int:
 
 
 def describe(model: nnx.Module, config: ModelConfig | HeadConfig, data: DataConfig, *, title: str) -> None:
-    """Prints the summary of a model, which may be abstract. Raises DataConfigError where it does not fit the data."""
-    sizes: dict[str, Any] = {n: getattr(config, n, None) for n in ("vocab_size", "input_size", "output_size")}
-    check_model_sizes(data, **sizes)
+    """Prints the summary of a model, which may be abstract."""
     console = Console()
     table = Table(title=title, title_justify="left")
     table.add_column("part")

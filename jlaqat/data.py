@@ -172,20 +172,26 @@ def data_sizes(config: DataConfig) -> Sizes:
 
 
 def check_model_sizes(
-    config: DataConfig, *, vocab_size: int | None = None, input_size: int | None = None, output_size: int | None = None
+    config: DataConfig,
+    *,
+    vocab_size: int | None = None,
+    input_size: int | None = None,
+    output_size: int | None = None,
+    section: str = "data",
 ) -> None:
-    """Raises DataConfigError if a model of these sizes does not fit the data; a larger vocabulary does."""
+    """Raises DataConfigError if a model of these sizes does not fit the data (the config's `section`); a larger
+    vocabulary does."""
     sizes = data_sizes(config)
     if sizes.vocab_size:
         if (vocab_size or 0) < sizes.vocab_size:
             raise DataConfigError(
-                f"model.vocab_size={vocab_size} does not fit data.task={config.task!r}, whose token ids run from 0 to "
-                f"{sizes.vocab_size - 1}; set model.vocab_size={sizes.vocab_size} or more."
+                f"model.vocab_size={vocab_size} does not fit {section}.task={config.task!r}, whose token ids run from 0 "
+                f"to {sizes.vocab_size - 1}; set model.vocab_size={sizes.vocab_size} or more."
             )
     elif (input_size, output_size) != (sizes.input_size, sizes.output_size):
         raise DataConfigError(
-            f"model.input_size={input_size}, model.output_size={output_size} do not fit data.task={config.task!r}; "
-            f"set model.input_size={sizes.input_size} and model.output_size={sizes.output_size}."
+            f"model.input_size={input_size}, model.output_size={output_size} do not fit {section}.task="
+            f"{config.task!r}; set model.input_size={sizes.input_size} and model.output_size={sizes.output_size}."
         )
 
 

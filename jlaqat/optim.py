@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -58,11 +59,11 @@ class OptimizerConfig:
                 f"optimizer.weight_decay={self.weight_decay} does not apply to {self.name!r}; "
                 "use 'adamw' or 'lion', or set it to 0."
             )
-        if self.clip_norm is not None and self.clip_norm <= 0:
+        if self.clip_norm is not None and not self.clip_norm > 0:
             raise ValueError(f"optimizer.clip_norm={self.clip_norm} must be positive; use null (None) for no clipping.")
         for field in ("warmup_steps", "decay_steps", "learning_rate", "weight_decay"):
-            if getattr(self, field) < 0:
-                raise ValueError(f"optimizer.{field}={getattr(self, field)} must not be negative.")
+            if not 0 <= getattr(self, field) < math.inf:
+                raise ValueError(f"optimizer.{field}={getattr(self, field)} must be finite and not negative.")
 
 
 def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:

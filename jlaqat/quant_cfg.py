@@ -121,7 +121,7 @@ def _read_entry(entry: Any, where: str) -> tuple[str, Mapping[str, Any] | None, 
         raise QuantConfigError(f"{where} says nothing; give cfg (a setting) or enable (true or false).")
     if cfg is not None and not isinstance(cfg, Mapping):
         raise QuantConfigError(f"{where}: cfg={cfg!r} must be fields and values, such as {{num_bits: e4m3}}.")
-    return pattern, cfg, None if enable is None else boolean("enable", enable)
+    return pattern, cfg, None if enable is None else boolean(f"{where}: enable", enable)
 
 
 def check_pairs(settings: Mapping[str, Setting], sites: Mapping[str, str]) -> None:

@@ -22,6 +22,9 @@ import yaml
 CONFIG_DIR = Path(__file__).parent / "configs"
 """The packaged configs: runs at the top, quantizer recipes in `recipes/`."""
 
+NO_ROUNDING = "none"
+"""As a recipe: nothing is rounded."""
+
 Source = str | Path | Mapping[str, Any]
 
 
@@ -51,10 +54,13 @@ def load_recipe(source: Source | Sequence[Any], overrides: Sequence[str] = ()) -
 
     A recipe file has the keys `quant` (the entries) and `base` (recipes to start from). Here the entries of the bases
     come first and the file's own are appended, because later entries win. A list is taken as the entries themselves,
-    and recipe names in it are replaced by their entries. Overrides as in `load_config`: `quant.0.cfg.block_v=32`.
+    and recipe names in it are replaced by their entries. "none" is the recipe without entries. Overrides as in
+    `load_config`: `quant.0.cfg.block_v=32`.
 
     Raises ConfigError as `load_config` does.
     """
+    if isinstance(source, str) and source == NO_ROUNDING:
+        source = []
     if isinstance(source, Sequence) and not isinstance(source, str):
         tree: dict[str, Any] = {"quant": _flatten_entries(source)}
     else:
@@ -68,6 +74,11 @@ def load_recipe(source: Source | Sequence[Any], overrides: Sequence[str] = ()) -
             f"{_label(source)}: 'quant' must be a list of entries, got {entries!r}; see docs/quantizers.md."
         )
     return entries
+
+
+def read_config(source: Source) -> dict[str, Any]:
+    """The mapping of a config, bases merged in and nothing checked yet. Raises ConfigError where it cannot be read."""
+    return _compose(source)
 
 
 def list_configs() -> dict[str, Path]:
@@ -99,10 +110,12 @@ class _Loader(yaml.SafeLoader):
     """SafeLoader that reads 1e-3 as a number (YAML 1.1 wants 1.0e-3) and refuses a key given twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=deep) for key, _ in node.value]
-        twice = {str(k) for k in keys if keys.count(k) > 1}
-        if twice:
-            raise ConfigError(f"line {node.start_mark.line + 1}: key {', '.join(sorted(twice))} is given twice.")
+        keys: list[Any] = []
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=deep)
+            if key in keys:
+                raise ConfigError(f"line {key_node.start_mark.line + 1}: key {key} is given twice.")
+            keys.append(key)
         return super().construct_mapping(node, deep=deep)
 
 
@@ -114,6 +127,14 @@ _Loader.add_implicit_resolver(
 
 def _label(source: Any) -> str:
     return str(source) if isinstance(source, (str, Path)) else "config"
+
+
+def _read(path: Path) -> Any:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not a text file in UTF-8: {error}") from error
+    return _parse(text, str(path))
 
 
 def _parse(text: str, label: str) -> Any:
@@ -151,7 +172,7 @@ def _compose(
         if path in chain:
             raise ConfigError("base: configs include each other: " + " → ".join(p.name for p in (*chain, path)))
         tree, folder, label, chain = (
-            _parse(path.read_text(encoding="utf-8"), str(path)),
+            _read(path),
             path.parent,
             str(path),
             (*chain, path),
@@ -247,9 +268,8 @@ def _refuse_unknown(tree: Mapping[str, Any], known: Sequence[str], path: str, la
     for key in tree:
         if key not in known:
             listed = ", ".join(known)
-            raise ConfigError(
-                f"{label}: unknown key {_join(path, key)!r}{nearest(str(key), known)} Known here: {listed}."
-            )
+            hint = nearest(str(key), known) or "."
+            raise ConfigError(f"{label}: unknown key {_join(path, key)!r}{hint} Known here: {listed}.")
 
 
 def _build(cls: Any, tree: Any, path: str, label: str) -> Any:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
-from jlaqat.data import DataConfig, loss_kind
+from jlaqat.calibration import check_method
+from jlaqat.data import DataConfig, check_model_sizes, loss_kind
 from jlaqat.model import ModelConfig
 from jlaqat.optim import OptimizerConfig, make_schedule
 from jlaqat.sharding import ShardingConfig
@@ -18,6 +20,19 @@ def _at_least(config: Any, section: str, **bounds: int) -> None:
             raise ValueError(f"{section}{field}={getattr(config, field)} must be at least {low}.")
 
 
+def _entries(quant: Any) -> tuple[Any, ...]:
+    if quant is None:
+        return ()
+    if isinstance(quant, str):
+        return (quant,)
+    if not isinstance(quant, Sequence):
+        raise ValueError(
+            f"quant={quant!r} must be a recipe's name, or a list of names and of entries {{quantizer_name, cfg}}; "
+            '[] or "none" for no rounding.'
+        )
+    return tuple(quant)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalConfig:
     """When and on what to evaluate during training."""
@@ -26,7 +41,7 @@ class EvalConfig:
     every: int = 0
     # Batches of one evaluation, always the same ones; 0 switches evaluation off.
     batches: int = 8
-    # None: the training data with split "eval".
+    # None: the training data with split "eval". A whole DataConfig of its own: nothing is taken over from `data`.
     data: DataConfig | None = None
 
     def __post_init__(self) -> None:
@@ -80,6 +95,7 @@ class CalibrationConfig:
 
     def __post_init__(self) -> None:
         _at_least(self, "calibration.", batches=1)
+        check_method(self.method)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,7 +108,7 @@ class TrainConfig:
     model: ModelConfig
     data: DataConfig
     optimizer: OptimizerConfig = OptimizerConfig()
-    # Recipe names or quant_cfg entries, in order; () trains without rounding.
+    # Recipe names or quant_cfg entries, in order; (), None and "none" train without rounding.
     quant: Any = ()
     distillation: DistillationConfig | None = None
     calibration: CalibrationConfig = CalibrationConfig()
@@ -114,7 +130,7 @@ class TrainConfig:
     sharding: ShardingConfig = ShardingConfig()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "quant", (self.quant,) if isinstance(self.quant, str) else tuple(self.quant))
+        object.__setattr__(self, "quant", _entries(self.quant))
         _at_least(self, "", steps=1, accumulation=1)
         if self.loss is not None and self.loss not in LOSSES:
             raise ValueError(
@@ -130,6 +146,10 @@ class TrainConfig:
                 "checkpoint.keep_best ranks by evaluation loss, but evaluation.batches=0; evaluate, or set keep_best=0."
             )
         make_schedule(self.optimizer, self.steps)  # raises where the schedule does not fit the run
+        sizes = {name: getattr(self.model, name) for name in ("vocab_size", "input_size", "output_size")}
+        check_model_sizes(self.data, **sizes)
+        if self.evaluation.data is not None:
+            check_model_sizes(self.evaluation.data, **sizes, section="evaluation.data")
 
     @property
     def loss_name(self) -> str:

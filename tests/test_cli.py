@@ -5,9 +5,11 @@ import os
 import pathlib
 import subprocess
 import sys
+from importlib import metadata
 
 import pytest
 
+import jlaqat as package
 from jlaqat import cli
 from jlaqat.recipes import list_configs, load_config
 from jlaqat.study_config import StudyConfig
@@ -108,15 +110,29 @@ def test_help_needs_no_jax():
         ),
         (["train", "--config", "TINY", "--directory", "D", "data.seq_len=9999"], ["seq_len=9999 is too long"]),
         (["summary", "--config", "TINY", "model.vocab_size=100"], ["vocab_size=100 does not fit", "256"]),
+        (["train", "--config", "TINY", "--directory", "D", "model.vocab_size=100"], ["vocab_size=100 does not fit"]),
+        (
+            ["summary", "--config", "TINY", "evaluation.data.seq_len=8"],
+            ["do not fit evaluation.data.task='regression'"],
+        ),
+        (["summary", "--config", "TINY", "quant=true"], ["quant=True must be a recipe's name", '"none"']),
+        (["summary", "--config", "TINY", "quant={quantizer_name: '*'}"], ["must be a recipe's name, or a list"]),
+        (["summary", "--config", "TINY", "calibration.method=mean"], ["method='mean'", "max, percentile, mse"]),
+        (["summary", "--config", "TINY", "optimizer.learning_rate=.nan"], ["learning_rate=nan must be finite"]),
+        (["summary", "--config", "BINARY"], ["binary.yaml: not a text file in UTF-8"]),
+        (["summary", "--config", "BROKEN"], ["broken.yaml: not valid YAML"]),
         (["study", "--config", "study/demo", "--directory", "D", "formats=[fp3]"], ["formats=['fp3']", "'nvfp4'"]),
         (["eval", "--checkpoint", "D/nothing"], ["no checkpoints at", "no such directory"]),
     ],
 )
 def test_mistakes_end_with_one_line_and_status_2(arguments, words, tiny, tmp_path, capsys):
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe")
+    (tmp_path / "broken.yaml").write_text("model: ]")
     places = {"TINY": str(tiny), "D": str(tmp_path / "run"), "D/nothing": str(tmp_path / "nothing")}
+    places |= {name: str(tmp_path / f"{name.lower()}.yaml") for name in ("BINARY", "BROKEN")}
     status, _, err = run_here(capsys, *(places.get(a, a) for a in arguments))
-    last = err.strip().splitlines()[-1]
-    assert status == 2 and last.startswith("jlaqat: error:"), err
+    last = err[err.index("jlaqat: error:") :]
+    assert status == 2 and last.count("\n") == (5 if "BROKEN" in arguments else 1), err
     assert all(word in last for word in words), last
     assert "Traceback" not in err
 
@@ -143,6 +159,24 @@ def test_summary_builds_nothing_and_tells_all(capsys):
         assert words in out, out
     status, out, _ = run_here(capsys, "summary", "--config", "demo", "formats=[int8]")
     assert status == 0 and "INT8 every token" in out and "every 1 token" in out
+
+
+@pytest.mark.parametrize("nothing", ["none", "[]", "null", ""])
+def test_summary_without_rounding(nothing, capsys):
+    status, out, err = run_here(capsys, "summary", "--config", "train/stdlib_hybrid_fp8", f"quant={nothing}")
+    assert status == 0 and "0 of 6 quantizers on" in out, out + err
+
+
+def test_a_config_based_on_a_study_is_a_study(tmp_path, capsys):
+    file = tmp_path / "mine.yaml"
+    file.write_text("base: study/demo\ndata: {seed: 3}\n")
+    status, out, err = run_here(capsys, "summary", "--config", file)
+    assert status == 0 and "NVFP4 every token" in out, err
+
+
+def test_the_version(capsys):
+    status, out, _ = run_here(capsys, "--version")
+    assert status == 0 and out.strip() == f"jlaqat {metadata.version('jlaqat')}" == f"jlaqat {package.__version__}"
 
 
 def test_train_and_resume_in_real_processes(tiny, tmp_path, capsys):

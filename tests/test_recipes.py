@@ -222,7 +222,7 @@ def test_errors_name_the_path_and_the_remedy(tree, overrides, message):
 
 def test_errors_of_files_name_the_file(tmp_path):
     path = write(tmp_path, run="model: {hidden_size: 8}\nmodel: {hidden_size: 9}\n")
-    with pytest.raises(ConfigError, match=r"run\.yaml.*line 1: key model is given twice"):
+    with pytest.raises(ConfigError, match=r"run\.yaml.*line 2: key model is given twice"):
         load_config(Run, path)
     with pytest.raises(ConfigError, match=r"run\.yaml: expected keys and values at the top, got list"):
         load_config(Run, write(tmp_path, run="- 1\n"))
