@@ -286,7 +286,7 @@ def _decode(
     if by_kernels and quant.mode == "replay":
         before = _pack(memory, quant, inputs) if before is None else before
         operands = Inputs(q, k, v, g, beta, memory.S)
-        o, carry = decode_replay(quant, scale, operands, before, span, portable=by_kernels != "triton")
+        o, carry = decode_replay(quant, scale, operands, before, span, arrays, portable=by_kernels != "triton")
     elif by_kernels:
         operands, how = Inputs(q, k, v, g, beta, memory.S), {"portable": by_kernels != "triton"}
         o, memory = decode_triton(quant, scale, operands, memory, span, arrays, every=checkpoint_every, **how)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from jlaqat.chunked import Inputs
 from jlaqat.decode_carry import DecodeCarry, Stored, pack, unpack
+from jlaqat.decode_counters import counted_by, counters_of
 from jlaqat.decode_policy import DecodePolicy
 from jlaqat.decode_scan import Span, decode_scan
 from jlaqat.decode_triton import as_kept, as_stored, bounds_of, options_of, tokens_inside
@@ -32,13 +33,27 @@ class Kept(NamedTuple):
     stored: Stored
     ring: tuple[Array, Array, Array]  # k, r, g as `DecodeCarry` has them
     cursor: Array  # [N] int32, for which kernels return nothing: it counts sequences, and they vary with heads
+    counters: Array | None  # [N, HV, 4] int32, for stochastic rounding: see `decode_counters`
 
 
-ROLES: Any = Kept(*("rows", "tokens", "sequences"))  # type: ignore[arg-type]  # see kernel_calls.HEAD_AXIS
+ROLES: Any = Kept(*("rows", "tokens", "sequences", "rows"))  # type: ignore[arg-type]  # see kernel_calls.HEAD_AXIS
+
+
+def kept_of(carry: DecodeCarry, counters: Array | None) -> Kept:
+    assert carry.ring_k is not None and carry.ring_r is not None and carry.ring_g is not None
+    ring = (carry.ring_k, carry.ring_r, carry.ring_g)
+    return Kept(Stored(carry.values, carry.scale), ring, carry.cursor, counters)
 
 
 def decode_replay(
-    policy: DecodePolicy, scale: float, inputs: Inputs, carry: DecodeCarry, span: Span, *, portable: bool = False
+    policy: DecodePolicy,
+    scale: float,
+    inputs: Inputs,
+    carry: DecodeCarry,
+    span: Span,
+    arrays: QuantArrays,
+    *,
+    portable: bool = False,
 ) -> tuple[Array, DecodeCarry]:
     """(o [B, T, HV, V], 0 where nothing is decoded; the carry after the tokens of `span`). T ≥ 1.
 
@@ -46,8 +61,7 @@ def decode_replay(
     for, for the gradient's sake alone: none flows to the carry. portable: lowered for other platforms than CUDA, run as
     the xla backend does. Composes as `decode_triton` does.
     """
-    assert carry.ring_k is not None and carry.ring_r is not None and carry.ring_g is not None
-    kept = Kept(Stored(carry.values, carry.scale), (carry.ring_k, carry.ring_r, carry.ring_g), carry.cursor)
+    kept = kept_of(carry, counters_of(policy, carry.position, inputs.v.shape[2], arrays))
     target = target_of(portable=portable)
     o, (values, values_scale), (k, r, g) = _decode(target, policy, scale, inputs, jax.lax.stop_gradient(kept), span)
     bounds = bounds_of(span, *inputs.k.shape[:2])
@@ -85,19 +99,11 @@ _decode.defvjp(_decode_fwd, _decode_bwd)
 @functools.cache
 def _forward(target: Target, policy: DecodePolicy, scale: float, with_saved: bool):
     """(tokens, kept, span) -> (o, checkpoints, ring, (r, the checkpoints as the kernels keep them) or None)."""
-    from jlaqat.kernels import replay_pipeline
 
     def kernels(tokens: Any, kept: Kept, span: Span):
-        state, ring, options = as_kept(kept.stored), _ring(kept), options_of(target, policy, scale)
-        rows = tokens[0].shape[:2]
-        bounds = bounds_of(span, *rows)
-        if with_saved or rows[1] > 1 or bounds is not None:
-            operands = _in_ring_dtype(tokens, kept)
-            out = replay_pipeline.forward(target.run, operands, state, ring, options, bounds=bounds, save=with_saved)
-        else:
-            out = replay_pipeline.step(target.run, replay_pipeline.Tokens(*tokens), state, ring, options)
-        saved = (out.r, out.saved) if with_saved else None
-        return _only(bounds, out.o), as_stored(out.state, policy), tuple(out.ring[:3]), saved
+        options = options_of(target, policy, scale)
+        out = launch_forward(target.run, options, tokens, kept, span, with_saved)
+        return out.o, as_stored(out.state, policy), tuple(out.ring[:3]), (out.r, out.saved) if with_saved else None
 
     def elsewhere(tokens: Any, kept: Kept, span: Span):
         """Nothing saved: the backward starts from the inputs again."""
@@ -118,19 +124,9 @@ def _forward(target: Target, policy: DecodePolicy, scale: float, with_saved: boo
 @functools.cache
 def _backward(target: Target, policy: DecodePolicy, scale: float):
     """(tokens, kept, span, saved, do) -> gradients of the five operands and of the entering state."""
-    from jlaqat.kernels import replay_pipeline
 
     def kernels(tokens: Any, kept: Kept, span: Span, saved: Any, do: Array):
-        (r, checkpoints), ring = saved, _ring(kept)
-        state = as_kept(kept.stored)
-        out = replay_pipeline.Output(do, state, ring, r, checkpoints)
-        d_leaving = jnp.zeros(kept.stored.values.shape, jnp.float32)
-        operands, options = _in_ring_dtype(tokens, kept), options_of(target, policy, scale)
-        bounds = bounds_of(span, *do.shape[:2])
-        gradients = replay_pipeline.backward(
-            target.run, operands, state, ring, out, do, d_leaving, options, bounds=bounds
-        )
-        return *(_only(bounds, d) for d in gradients[:5]), gradients.state
+        return launch_backward(target.run, options_of(target, policy, scale), tokens, kept, span, saved, do)
 
     def elsewhere(tokens: Any, kept: Kept, span: Span, saved: Any, do: Array):
         def run(tokens: Any, S: Array):
@@ -154,16 +150,18 @@ def _by_scan(policy: DecodePolicy, scale: float, tokens: Any, kept: Kept, S: Arr
     q, k, v, g, beta = tokens
     memory = _memory(kept, policy)
     inputs = Inputs(q, k, v, g, beta, memory.S if S is None else S)
-    o, memory = decode_scan(policy, scale, inputs, memory, span, QuantArrays())
+    arrays = counted_by(kept.counters, kept.cursor.shape[0])[1]
+    o, memory = decode_scan(policy, scale, inputs, memory, span, arrays)
     carry = pack(memory, policy, k.shape[2], g.ndim == 4)
     return o, Stored(carry.values, carry.scale), (carry.ring_k, carry.ring_r, carry.ring_g)
 
 
 def _memory(kept: Kept, policy: DecodePolicy) -> Any:
-    (values, scale), (k, r, g), cursor = kept
+    (values, scale), (k, r, g), cursor, counters = kept
+    position = counted_by(counters, cursor.shape[0])[0]
     ring: Any = dict(ring_k=k, ring_k_scale=None, ring_r=r, ring_r_scale=None, ring_g=g, cursor=cursor)
-    counters: Any = dict(residual=None, position=jnp.zeros_like(cursor), policy=policy.signature)
-    return unpack(DecodeCarry(values=values, scale=scale, **ring, **counters), policy, jnp.float32)
+    rest: Any = dict(residual=None, position=position, policy=policy.signature)
+    return unpack(DecodeCarry(values=values, scale=scale, **ring, **rest), policy, jnp.float32)
 
 
 def _only(bounds: Any, x: Array) -> Array:
@@ -185,3 +183,33 @@ def _in_ring_dtype(tokens: Any, kept: Kept) -> Any:
     from jlaqat.kernels.replay_pipeline import Tokens
 
     return Tokens(*tokens)._replace(k=tokens[1].astype(kept.ring[0].dtype))
+
+
+# ------------------------------------------------------------------ launches
+
+
+def launch_forward(run: Any, options: Any, tokens: Any, kept: Kept, span: Span, save: bool) -> Any:
+    """`replay_pipeline.Output`: of a step in place where that is all, otherwise of a forward that may save."""
+    from jlaqat.kernels import replay_pipeline as pipeline
+
+    rows = tokens[0].shape[:2]
+    bounds, state, ring, counters = bounds_of(span, *rows), as_kept(kept.stored), _ring(kept), kept.counters
+    if not save and rows[1] == 1 and bounds is None:
+        return pipeline.step(run, pipeline.Tokens(*tokens), state, ring, options, counters=counters)
+    operands, which = _in_ring_dtype(tokens, kept), {"bounds": bounds, "counters": counters, "save": save}
+    out = pipeline.forward(run, operands, state, ring, options, **which)
+    return out._replace(o=_only(bounds, out.o))
+
+
+def launch_backward(
+    run: Any, options: Any, tokens: Any, kept: Kept, span: Span, saved: Any, do: Array
+) -> tuple[Array, ...]:
+    """Gradients of the five operands and of the entering states; saved: (r, checkpoints) of the forward."""
+    from jlaqat.kernels import replay_pipeline as pipeline
+
+    (r, checkpoints), ring, state = saved, _ring(kept), as_kept(kept.stored)
+    bounds = bounds_of(span, *do.shape[:2])
+    out, d_leaving = pipeline.Output(do, state, ring, r, checkpoints), jnp.zeros(kept.stored.values.shape, jnp.float32)
+    operands = _in_ring_dtype(tokens, kept)
+    gradients = pipeline.backward(run, operands, state, ring, out, do, d_leaving, options, bounds=bounds)
+    return *(_only(bounds, d) for d in gradients[:5]), gradients.state

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from jlaqat.chunked import Inputs
 from jlaqat.decode_carry import Memory, Stored, decode
+from jlaqat.decode_counters import counted_by, counters_of
 from jlaqat.decode_policy import DecodePolicy
 from jlaqat.decode_scan import Span, decode_scan
 from jlaqat.kernel_calls import Target, cannot_run, kernel_call, target_of
@@ -49,7 +50,7 @@ def why_not(policy: DecodePolicy, key_dim: int, dtype: Any) -> str | None:
         return "the kernels start from a rounded state (quantize_initial=True)"
     from jlaqat.kernels import recurrent_pipeline
 
-    return recurrent_pipeline.why_not(policy.state, key_dim, draws=policy.mode == "token")
+    return recurrent_pipeline.why_not(policy.state, key_dim, draws=True)
 
 
 def unproven(policy: DecodePolicy) -> str | None:
@@ -79,7 +80,7 @@ def decode_triton(
     Composes with jit (it runs on shards of batch and heads as they lie), grad, vmap (folded into the batch), scan,
     jax.checkpoint, and shard_map over batch and heads.
     """
-    counters = _counters(policy, memory.position, inputs.v.shape[2], arrays)
+    counters = counters_of(policy, memory.position, inputs.v.shape[2], arrays)
     entering = Entering(memory.stored, memory.residual, counters)
     how = How(target_of(portable=portable), policy, scale, every)
     o, S, stored, residual = _decode(how, inputs, entering, span)
@@ -118,22 +119,6 @@ class Entering(NamedTuple):
         if self.counters is None:
             return None
         return self.counters + jnp.stack([jnp.asarray(tokens, jnp.int32)] + [jnp.zeros((), jnp.int32)] * 3)
-
-
-def _counters(policy: DecodePolicy, position: Array, heads: int, arrays: QuantArrays) -> Array | None:
-    """[N, HV, 4] int32: position, layer·2^16 ^ head, sequence, step, each as `sites.state_bits` counts it."""
-    if policy.state is None or policy.state.rounding != "stochastic":
-        return None
-
-    def word(x: Any) -> Array:
-        return jax.lax.bitcast_convert_type(jnp.asarray(x).astype(jnp.uint32), jnp.int32)
-
-    count = position.shape[0]
-    head = jnp.arange(heads, dtype=jnp.uint32) + jnp.asarray(arrays.head_offset).astype(jnp.uint32)
-    sequence = jnp.arange(count, dtype=jnp.uint32) + jnp.asarray(arrays.sequence_offset).astype(jnp.uint32)
-    layer_and_head = (jnp.asarray(arrays.layer).astype(jnp.uint32) << 16) ^ head
-    words = (position[:, None], layer_and_head[None, :], sequence[:, None], jnp.asarray(arrays.step)[None, None])
-    return jnp.stack([jnp.broadcast_to(word(x), (count, heads)) for x in words], axis=-1)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -247,14 +232,8 @@ def _backward(how: How):
 def _by_scan(how: How, tokens: Any, entering: Entering, S: Array, span: Span):
     """(o, the memory after the call) of the xla backend from the same operands."""
     q, k, v, g, beta = tokens
-    none, arrays = jnp.zeros(S.shape[0], jnp.int32), QuantArrays()
-    position = none
-    if entering.counters is not None:  # heads are below 2^16
-        position = entering.counters[:, 0, 0]
-        _, layer_and_head, sequence, step = jax.lax.bitcast_convert_type(entering.counters[0, 0], jnp.uint32)
-        layer, head = layer_and_head >> 16, layer_and_head & jnp.uint32(0xFFFF)
-        arrays = QuantArrays(step=step, layer=layer, sequence_offset=sequence, head_offset=head)
-    memory = Memory(S, entering.stored, None, entering.residual, position, none)
+    position, arrays = counted_by(entering.counters, S.shape[0])
+    memory = Memory(S, entering.stored, None, entering.residual, position, jnp.zeros_like(position))
     return decode_scan(how.policy, how.scale, Inputs(q, k, v, g, beta, S), memory, span, arrays, how.every == 1)
 
 
@@ -297,7 +276,7 @@ def launch_backward(
 def _by_segments(
     run: Any, options: Any, tokens: Any, entering: Entering, bounds: Any, saved: Any, do: Array, dS: Array, most: int
 ) -> tuple[Array, ...]:
-    """At most so many tokens of every sequence at a time, the last first: run again from a saved state, then reversed."""
+    """At most so many tokens of every sequence at a time, last first: run again from a saved state, then reversed."""
     from jlaqat.kernels import recurrent_pipeline as pipeline
 
     (B, T), N = do.shape[:2], dS.shape[0]

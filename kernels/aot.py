@@ -180,10 +180,10 @@ def compile_recurrent(
     values = FakeArray((batch, hv, key_dim, value_dim), dtypes.get(state and state.format, "uint8"))
     entering = recurrent_pipeline.State(values, FakeArray((1,), "float32"))
     d_leaving = FakeArray(values.shape, "float32")
+    drawn = state is not None and state.rounding == "stochastic"
+    counters = FakeArray((batch, hv, 4), "int32") if drawn else None
     if window is None:
         which: dict[str, Any] = {}
-        drawn = state is not None and state.rounding == "stochastic"
-        counters = FakeArray((batch, hv, 4), "int32") if drawn else None
         if packed:
             which = {"bounds": recurrent_pipeline.Bounds(*[FakeArray((batch,), "int32")] * 2), "most": 64}
             shared = {"bounds": which["bounds"], "counters": counters, "stride": 64}
@@ -203,8 +203,8 @@ def compile_recurrent(
     entries = (first(k, window), FakeArray((batch, window, hv, value_dim), ring_dtype), first(g, window))
     ring = replay_pipeline.Ring(*entries, cursor)
     one = recurrent_pipeline.Tokens(*(first(x, 1) for x in operands))
-    replay_pipeline.step(run, one, entering, ring, options)
-    replayed = replay_pipeline.forward(run, operands, entering, ring, options, save=True)
+    replay_pipeline.step(run, one, entering, ring, options, counters=counters)
+    replayed = replay_pipeline.forward(run, operands, entering, ring, options, counters=counters, save=True)
     replay_pipeline.backward(run, operands, entering, ring, replayed, v, d_leaving, options)
     return report
 

@@ -12,9 +12,10 @@ import triton
 import triton.language as tl
 
 from jlaqat.kernels.kept_state import load_kept, load_rounded, load_scales, store_rounded
-from jlaqat.kernels.recurrent import load_token, locate_program, rows_of, store_token_gradients
+from jlaqat.kernels.recurrent import load_token, locate_program, rows_of
 from jlaqat.kernels.replay_ring import append, store_ring
-from jlaqat.kernels.replay_token import decayed_state, flush_token, join_token, load_parts
+from jlaqat.kernels.replay_token import decayed_state, flush_token, join_token, load_counters, load_parts
+from jlaqat.kernels.token_gradients import store_token_gradients
 
 
 @triton.jit
@@ -30,6 +31,7 @@ def replay_step_kernel(
     p_ring_r,  # in place: [N, LENGTH, HV, V], likewise
     p_ring_g,  # in place: [N, LENGTH, HV] or [N, LENGTH, HV, K] float32
     p_cursor,  # [N] int32, entries in the ring
+    p_counters,  # [N, HV, 4] int32, as `recurrent_forward_kernel` has them; any array where not DRAWN
     p_o,  # out: [N, 1, HV, V]
     p_cursor_out,  # out: [N] int32
     scale,
@@ -46,6 +48,8 @@ def replay_step_kernel(
     GRANULARITY: tl.constexpr,
     READ_STORED: tl.constexpr,
     HARDWARE_FP8: tl.constexpr,
+    DRAWN: tl.constexpr,
+    SEED: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
     i_v, i_hv, i_n, i_h = locate_program(H, HV, V, BV)
@@ -63,6 +67,7 @@ def replay_step_kernel(
         b_o, b_r, b_code, b_scale = flush_token(
             b_s,
             (q, k, v, g, beta),
+            load_counters(p_counters, head, 1, DRAWN),
             scale,
             ring,
             ring,
@@ -77,6 +82,8 @@ def replay_step_kernel(
             GRANULARITY,
             READ_STORED,
             HARDWARE_FP8,
+            DRAWN,
+            SEED,
             True,
         )
         tl.debug_barrier()  # every thread has read the checkpoint that is overwritten
@@ -122,6 +129,7 @@ def replay_forward_kernel(
     p_ring_r,  # [N, LENGTH, HV, V]
     p_ring_g,  # [N, LENGTH, HV] or [N, LENGTH, HV, K] float32
     p_cursor,  # [N] int32
+    p_counters,  # [N, HV, 4] int32; any array where not DRAWN
     p_first,  # [N] int32, see `rows_of`; any array where not RAGGED
     p_count,  # [N] int32
     p_o,  # out: [B, T, HV, V]; rows of no sequence are not written, as those of p_r
@@ -153,6 +161,8 @@ def replay_forward_kernel(
     GRANULARITY: tl.constexpr,
     READ_STORED: tl.constexpr,
     HARDWARE_FP8: tl.constexpr,
+    DRAWN: tl.constexpr,
+    SEED: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
     i_v, i_hv, i_n, i_h = locate_program(H, HV, V, BV)
@@ -169,9 +179,11 @@ def replay_forward_kernel(
     start = -cursor
     slot = i_n * SLOTS
     # The checkpoint goes through memory, so that what is read of it lies in registers as it does in a step.
-    b_code, b_scale = load_kept(p_values, p_scale, head, i_v, K, V, BK, BV, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR)
+    b_kept, b_kept_scale = load_kept(
+        p_values, p_scale, head, i_v, K, V, BK, BV, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR
+    )
     store_rounded(
-        p_values_out, p_scale_out, head, b_code, b_scale, i_v, K, V, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR
+        p_values_out, p_scale_out, head, b_kept, b_kept_scale, i_v, K, V, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR
     )
     tl.debug_barrier()
     b_part = load_parts(p_values_out, head, i_v, K, V, BK, BV, BL, FORMAT, HARDWARE_FP8, VECTOR)
@@ -186,6 +198,7 @@ def replay_forward_kernel(
             b_o, b_r, b_code, b_scale = flush_token(
                 b_s,
                 (q, k, v, g, beta),
+                load_counters(p_counters, head, t + 1, DRAWN),
                 scale,
                 ring,
                 call,
@@ -200,6 +213,8 @@ def replay_forward_kernel(
                 GRANULARITY,
                 READ_STORED,
                 HARDWARE_FP8,
+                DRAWN,
+                SEED,
                 False,
             )
             tl.debug_barrier()  # every thread has read the checkpoint that is overwritten

@@ -48,6 +48,15 @@ class Call(recurrent_pipeline.Call):
         vector = min(self.options.vector or max(at_once, 1), self.width)
         return {"LENGTH": length, "BL": block, "VECTOR": vector}
 
+    def of_draws(self, counters: Any | None) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Inputs and constants of stochastic rounding."""
+        if self.drawn != (counters is not None):
+            word = "" if self.drawn else "not "
+            raise ValueError(f"rounding is {word}stochastic; give counters there, and only there.")
+        seed = self.options.state.seed if self.drawn and self.options.state else 0
+        given = self.tokens.beta if counters is None else counters
+        return {"p_counters": given}, {"DRAWN": self.drawn, "SEED": seed}
+
     def warps(self, states: int = 1) -> int:
         """As many as the states want, and the block of the ring beside them."""
         ring = MAX_BLOCK * power_of_two(self.sizes[4]) // (32 * 16)
@@ -59,20 +68,25 @@ class Call(recurrent_pipeline.Call):
         return self.sizes[:2]
 
 
-def step(run: Run, tokens: Tokens, state: State, ring: Ring, options: Options) -> Output:
+def step(
+    run: Run, tokens: Tokens, state: State, ring: Ring, options: Options, *, counters: Any | None = None
+) -> Output:
     """One token (T = 1). State and ring of the result are those given, changed in place, where arrays can change.
+
+    counters: as `forward` takes them.
 
     Raises UnsupportedByKernels for what `recurrent_pipeline.why_not` names, before any launch; the others likewise.
     """
     call = _call(tokens, ring, options)
     if call.sizes[1] != 1:
         raise ValueError(f"a step takes one token and q has T={call.sizes[1]}; call forward.")
-    constants = call.constants() | call.of_ring(ring)
+    drawn, drawn_constants = call.of_draws(counters)
+    constants = call.constants() | call.of_ring(ring) | drawn_constants
     del constants["T"]
     launch = Launch(
         kernel=replay.replay_step_kernel,
         grid=call.programs,
-        inputs={**call.inputs(state), **_pointers(ring)},
+        inputs={**call.inputs(state), **_pointers(ring), **drawn},
         outputs={
             "p_o": Buffer(tuple(tokens.v.shape), dtype_name(tokens.v)),
             "p_cursor_out": Buffer(tuple(ring.cursor.shape), "int32"),
@@ -100,10 +114,13 @@ def forward(
     options: Options,
     *,
     bounds: Bounds | None = None,
+    counters: Any | None = None,
     save: bool = False,
 ) -> Output:
     """The tokens in order; bounds say which a sequence has. tokens.k has the ring's dtype.
 
+    counters: for stochastic rounding, as `recurrent_pipeline.forward` takes them; the tokens of a sequence are counted,
+      also those that round nothing.
     save: keep what `backward` needs.
     """
     call = _call(tokens, ring, options, bounds)
@@ -117,10 +134,11 @@ def forward(
     values, scales = call.kept(n)
     saved, saved_scales = call.kept(n, slots) if slots else (UNUSED, UNUSED)
     inputs, constants = call.ragged()
+    drawn, drawn_constants = call.of_draws(counters)
     launch = Launch(
         kernel=replay.replay_forward_kernel,
         grid=call.programs,
-        inputs={**call.inputs(state), **_pointers(ring), **inputs},
+        inputs={**call.inputs(state), **_pointers(ring), **drawn, **inputs},
         outputs={
             "p_o": Buffer(tuple(tokens.v.shape), dtype_name(tokens.v)),
             "p_r": Buffer(tuple(tokens.v.shape), dtype_name(ring.r)),
@@ -133,6 +151,7 @@ def forward(
         constants={
             **call.constants(),
             **constants,
+            **drawn_constants,
             "SLOTS": slots,
             "SAVE": slots > 0,
             **call.of_ring(ring),
@@ -207,7 +226,7 @@ def _pointers(ring: Ring) -> dict[str, Any]:
 
 def _call(tokens: Tokens, ring: Ring, options: Options, bounds: Bounds | None = None) -> Call:
     call = Call(tokens, options, bounds)
-    reason = recurrent_pipeline.why_not(options.state, call.sizes[4])
+    reason = recurrent_pipeline.why_not(options.state, call.sizes[4], draws=True)
     if reason:
         raise UnsupportedByKernels(f"{reason}; use backend='xla'.")
     n, length = call.sequences, ring.k.shape[1]

@@ -8,13 +8,14 @@ an entry (or from C) to the token and kd = k∘exp(E),
 so that C is read in codes: a tile's scale multiplies two vectors, not 128 rows. The last token of a window builds
 R = Diag(exp(E_C)) C + Σ_i kd_i r_iᵀ, one entry after another, goes on as mode "token" does, and rounds.
 
-Groups of arguments (ring, call, at, window, dims): see `replay_ring`.
+Groups of arguments (ring, call, at, window, dims): see `replay_ring`; counters: see `load_counters`.
 """
 
 import triton
 import triton.language as tl
 
 from jlaqat.kernels.kept_state import round_state
+from jlaqat.kernels.philox import draw_words
 from jlaqat.kernels.replay_ring import load_block, load_entry
 from jlaqat.kernels.rounding import decode
 
@@ -144,9 +145,20 @@ def decayed_state(
 
 
 @triton.jit
+def load_counters(p_counters, state, tokens, DRAWN: tl.constexpr):
+    """What bits are drawn by at the rounding after so many of the call's tokens, as `draw_words` takes it."""
+    if DRAWN:
+        p = p_counters + state * 4
+        return tl.load(p) + tokens, tl.load(p + 1), tl.load(p + 2), tl.load(p + 3)
+    else:
+        return 0, 0, 0, 0
+
+
+@triton.jit
 def flush_token(
     b_s,
     token,  # (q, k, v, g, beta) as `load_token` has them
+    counters,
     scale,
     ring,
     call,
@@ -161,9 +173,14 @@ def flush_token(
     GRANULARITY: tl.constexpr,
     READ_STORED: tl.constexpr,
     HARDWARE_FP8: tl.constexpr,
+    DRAWN: tl.constexpr,
+    SEED: tl.constexpr,
     IN_RING: tl.constexpr,
 ):
     """(o [BV], r [BV], codes and scales of the new checkpoint) of a window's last token; b_s: the checkpoint before."""
+    V: tl.constexpr = dims[3]
+    BK: tl.constexpr = dims[4]
+    BV: tl.constexpr = dims[5]
     q, k, v, g, beta = token
     RING: tl.constexpr = ring[1].dtype.element_ty
     b_q = q.to(tl.float32) * scale
@@ -171,7 +188,12 @@ def flush_token(
     b_s = decayed_state(b_s, g, ring, call, window, at, i_v, i_h, i_hv, dims, IS_KDA, IN_RING)
     b_r = (beta.to(tl.float32) * (v.to(tl.float32) - tl.sum(b_s * b_k[:, None], axis=0))).to(RING).to(tl.float32)
     b_s = tl.fma(b_k[:, None], tl.broadcast_to(b_r[None, :], b_s.shape), b_s)
-    b_code, b_scale, b_stored = round_state(b_s, FORMAT, GRANULARITY, HARDWARE_FP8)
+    if DRAWN:
+        rounding, layer_and_head, sequence, step = counters
+        words = draw_words(rounding, layer_and_head, sequence, step, i_v, V, BK, BV, SEED)
+        b_code, b_scale, b_stored = round_state(b_s, FORMAT, GRANULARITY, HARDWARE_FP8, words, DRAWN)
+    else:
+        b_code, b_scale, b_stored = round_state(b_s, FORMAT, GRANULARITY, HARDWARE_FP8)
     if READ_STORED:
         b_o = tl.sum(b_stored * b_q[:, None], axis=0)
     else:

@@ -21,6 +21,7 @@ from spans_oracle import Case, both_directions, check_bits_alone
 from jlaqat import DecodePolicy, QuantArrays, QuantSpec, decode_triton
 from jlaqat.chunked import Inputs
 from jlaqat.decode_carry import Memory, write
+from jlaqat.decode_counters import counters_of
 from jlaqat.decode_scan import Span, decode_scan
 from jlaqat.kernels.recurrent_pipeline import Options
 from jlaqat.sites import Place
@@ -78,7 +79,7 @@ def test_stochastic_rounding_draws_what_the_xla_backend_draws(spec):
         state = decode_triton.launch_forward(run, options, inputs[:5], entering, Span(), None)[1]
         return np.asarray(decode_triton.as_stored(state, policy).values, np.float32), state.lost
 
-    drawn, lost_then = after(policy, decode_triton._counters(policy, position, 2, arrays))
+    drawn, lost_then = after(policy, counters_of(policy, position, 2, arrays))
     nearest, _ = after(DecodePolicy(state=dataclasses.replace(spec, rounding="nearest")), None)
     reference = np.asarray(wanted.stored.values, np.float32)
     same = drawn == reference

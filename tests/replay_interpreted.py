@@ -1,25 +1,41 @@
 """The kernels of replay through Triton's interpreter. Run by test_kernels_interpret.py in a process of its own."""
 
+import dataclasses
 import os
 import sys
 
 sys.path.insert(0, os.path.dirname(__file__))
 os.environ["TRITON_INTERPRET"] = "1"
 
+import jax
+import jax.numpy as jnp
 import kernel_oracle
+import numpy as np
 import pytest
 import recurrent_oracle
 import replay_oracle as oracle
 import torch
+from decode_interpreted import run as run_from_jax
 from recurrent_oracle import SMALL_SPECS as SPECS
 
+import jlaqat
+from jlaqat import DecodePolicy, QuantArrays, QuantSpec, decode_replay_triton
+from jlaqat.decode_carry import round_keys
+from jlaqat.decode_scan import Span
 from jlaqat.kernels import recurrent_pipeline
 from jlaqat.kernels import replay_pipeline as pipeline
 from jlaqat.kernels.recurrent_pipeline import Options, Tokens
+from jlaqat.testing import assert_close, make_inputs
 from jlaqat.torch_bridge.run import poisoned_run
 
+DRAWN = {
+    "e4m3-tile": QuantSpec.fp8(block_v=16, rounding="stochastic", seed=5),
+    "int8-key_row": QuantSpec.int8(granularity="key_row", rounding="stochastic"),
+    "float16": QuantSpec.float16(rounding="stochastic"),
+}
 
-def call(kda, name, length, ring_dtype=torch.float32, read_stored=False):
+
+def call(kda, name, length, ring_dtype=torch.float32, read_stored=False, drawn=False):
     """(tokens, state, ring, options): two sequences that stand at different places of their windows."""
     q, k, v, g, beta, state = kernel_oracle.make_inputs(
         3, kda=kda, b=2, t=3, h=1, hv=2, dk=12, dv=12 if length > 16 else 20
@@ -27,26 +43,31 @@ def call(kda, name, length, ring_dtype=torch.float32, read_stored=False):
     tokens = Tokens(q.float(), k.to(ring_dtype), v.float(), g.float(), beta.float())
     options = Options(scale=0.3, state=SPECS[name], read_stored=read_stored)
     ring = oracle.make_ring(tokens, length, [min(1, length - 1), length - 1], ring_dtype)
-    return tokens, recurrent_oracle.entering_state(state.float(), options), ring, options
+    state = recurrent_oracle.entering_state(state.float(), options)
+    return tokens, state, ring, dataclasses.replace(options, state=DRAWN[name]) if drawn else options
 
 
 @pytest.mark.parametrize(
-    ("kda", "name", "length", "ring_dtype", "read_stored"),
+    ("kda", "name", "length", "ring_dtype", "read_stored", "drawn"),
     [
-        pytest.param(False, "e4m3-tile", 2, torch.bfloat16, True, marks=pytest.mark.slow),
-        (True, "int8-key_row", 2, torch.float32, False),
-        pytest.param(True, "float32", 3, torch.bfloat16, True, marks=pytest.mark.slow),
+        pytest.param(False, "e4m3-tile", 2, torch.bfloat16, True, False, marks=pytest.mark.slow),
+        (True, "int8-key_row", 2, torch.float32, False, False),
+        (False, "e4m3-tile", 2, torch.float32, True, True),
+        pytest.param(True, "float32", 3, torch.bfloat16, True, False, marks=pytest.mark.slow),
         pytest.param(
-            False, "e4m3-value_row", 17, torch.float32, False, marks=pytest.mark.slow
+            False, "e4m3-value_row", 17, torch.float32, False, False, marks=pytest.mark.slow
         ),  # two blocks of the ring
+        pytest.param(True, "int8-key_row", 3, torch.bfloat16, False, True, marks=pytest.mark.slow),
     ],
     ids=str,
 )
-def test_forward_gradients_and_steps(kda, name, length, ring_dtype, read_stored):
-    tokens, state, ring, options = call(kda, name, length, ring_dtype, read_stored)
-    whole = oracle.check_call(tokens, state, ring, options, poisoned_run, bound=1e-5, gradient_bound=1e-4)
-    o, last, entries = oracle.step_by_step(tokens, state, ring, options, poisoned_run)
-    assert torch.equal(o, whole.o)
+def test_forward_gradients_and_steps(kda, name, length, ring_dtype, read_stored, drawn):
+    tokens, state, ring, options = call(kda, name, length, ring_dtype, read_stored, drawn)
+    counters = oracle.make_counters(tokens, 2) if drawn else None
+    given = tokens, state, ring, options, poisoned_run
+    whole = oracle.check_call(*given, bound=1e-5, gradient_bound=1e-4, counters=counters)
+    o, last, entries = oracle.step_by_step(*given, counters)
+    oracle.assert_equal("o", o, whole.o)
     oracle.assert_same(last, entries, whole.state, whole.ring)
 
 
@@ -64,7 +85,51 @@ def test_packed_sequences_have_the_bits_that_they_have_alone():
     q, k, v, g, beta, _ = kernel_oracle.make_inputs(5, kda=False, b=1, t=5, h=1, hv=2, dk=12, dv=20)
     tokens = Tokens(*(x.float() for x in (q, k, v, g, beta)))
     oracle.check_bits_alone(tokens, state, ring, options, poisoned_run, ([1, 4], [3, 0]))
-    oracle.check_bits_alone(tokens, state, ring, options, poisoned_run, ([0, 3], [2, 2]))
+    drawn, counters = dataclasses.replace(options, state=DRAWN["e4m3-tile"]), oracle.make_counters(tokens, 2)
+    oracle.check_bits_alone(tokens, state, ring, drawn, poisoned_run, ([0, 3], [2, 2]), counters)
+
+
+def by_kernels(policy, x, carry, span, arrays):
+    """(o, checkpoints, gradients of sum(o * o) / 2) of a call from a carry, through JAX and the interpreter."""
+    counters = decode_replay_triton.counters_of(policy, carry.position, x["v"].shape[2], arrays)
+    kept = decode_replay_triton.kept_of(carry, counters)
+    options = recurrent_pipeline.Options(scale=0.3, state=policy.state, read_stored=policy.readout == "stored")
+    tokens = (x["q"], round_keys(x["k"], policy), *(x[name] for name in ("v", "g", "beta")))
+    out = decode_replay_triton.launch_forward(run_from_jax, options, tokens, kept, span, True)
+    saved = out.r, out.saved
+    gradients = decode_replay_triton.launch_backward(run_from_jax, options, tokens, kept, span, saved, out.o)
+    return out.o, decode_replay_triton.as_stored(out.state, policy), gradients
+
+
+@pytest.mark.parametrize("gate", ["gdn", pytest.param("kda", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["e4m3-tile", *(pytest.param(n, marks=pytest.mark.slow) for n in list(DRAWN)[1:])])
+def test_stochastic_rounding_draws_what_the_xla_backend_draws(name, gate):
+    """Codes differ only where sums in another order do; those of rounding to nearest differ often."""
+    policy = DecodePolicy(state=DRAWN[name], mode="replay", window=2, readout="stored")
+    x = {key: jnp.asarray(a) for key, a in make_inputs(0, gate=gate, B=2, T=4, H=1, HV=2, K=6, V=16).items()}
+    state = x.pop("initial_state")
+    arrays = QuantArrays(step=jnp.uint32(2**32 - 2), layer=3, sequence_offset=7, head_offset=5)
+
+    def decode(x, state):
+        return jlaqat.delta_rule_decode(
+            **x, scale=0.3, state=state, quant=policy, quant_arrays=arrays, backend="xla", lengths=lengths
+        )
+
+    lengths = jnp.asarray([1, 0])  # so that the two sequences stand at different places
+    carry = decode({key: a[:, :1] for key, a in x.items()}, state)[1]
+    x, lengths = {key: a[:, 1:] for key, a in x.items()}, None
+    (o, after), pullback = jax.vjp(lambda x: decode(x, carry), x)
+    wanted = pullback((o, jax.tree.map(jnp.zeros_like, after)))[0]
+    got, stored, gradients = by_kernels(policy, x, carry, Span(), arrays)
+    nearest = dataclasses.replace(policy, state=dataclasses.replace(policy.state, rounding="nearest"))
+    codes, reference, plain = (
+        np.asarray(values, np.float32)
+        for values in (stored.values, after.values, by_kernels(nearest, x, carry, Span(), arrays)[1].values)
+    )
+    assert (codes == reference).mean() > 0.99 and (codes != plain).mean() > 0.1
+    assert_close(got, o, 1e-3, "o")
+    for key, gradient in zip(("q", "k", "v", "g", "beta"), gradients):
+        assert_close(gradient, wanted[key], 1e-3, f"d{key}")
 
 
 def test_what_is_refused():
@@ -75,3 +140,6 @@ def test_what_is_refused():
         pipeline.forward(poisoned_run, tokens, state, ring._replace(k=ring.k[:, :, :, :8]), options)
     with pytest.raises(ValueError, match="one token"):
         pipeline.step(poisoned_run, tokens, state, ring, options)
+    with pytest.raises(ValueError, match="rounding is not stochastic; give counters there"):
+        counters = oracle.make_counters(tokens, 2)
+        pipeline.forward(poisoned_run, tokens, state, ring, options, counters=counters)

@@ -31,12 +31,26 @@ def cut(tokens, start, stop):
     return Tokens(*(x[:, start:stop].contiguous() for x in tokens))
 
 
-def step_by_step(tokens, state, ring, options, run):
+def make_counters(tokens, sequences):
+    """What stochastic rounding draws by: other numbers for every state."""
+    heads = tokens.v.shape[2]
+    counters = torch.arange(sequences * heads * 4, dtype=torch.int32, device=tokens.q.device)
+    return counters.reshape(sequences, heads, 4)
+
+
+def after(counters, tokens):
+    """Counters when so many tokens have come since."""
+    if counters is None:
+        return None
+    return counters + torch.tensor([tokens, 0, 0, 0], dtype=torch.int32, device=counters.device)
+
+
+def step_by_step(tokens, state, ring, options, run, counters=None):
     """(o, state, ring) after calls of one token, which change copies in place."""
     state, ring = (type(x)(*(None if a is None else a.clone() for a in x)) for x in (state, ring))
     outputs = []
     for t in range(tokens.q.shape[1]):
-        out = pipeline.step(run, cut(tokens, t, t + 1), state, ring, options)
+        out = pipeline.step(run, cut(tokens, t, t + 1), state, ring, options, counters=after(counters, t))
         assert out.state.values.data_ptr() == state.values.data_ptr() and out.ring.r.data_ptr() == ring.r.data_ptr()
         state, ring = out.state, out.ring
         outputs.append(out.o)
@@ -111,12 +125,12 @@ def definition(q, k, v, g, beta, S, r_kept, saved, cursors, length, scale, read_
     return torch.stack(outputs, 1), torch.stack(written, 1), torch.stack(updates, 1), S
 
 
-def check_bits_alone(tokens, state, ring, options, run, bounds):
+def check_bits_alone(tokens, state, ring, options, run, bounds, counters=None):
     """Sequences that share the one row of `tokens`, as bounds say, against the same sequences alone. bounds: lists."""
     first, count = bounds
     device = tokens.q.device
     which = Bounds(*(torch.tensor(x, dtype=torch.int32, device=device) for x in bounds))
-    together = pipeline.forward(run, tokens, state, ring, options, bounds=which, save=True)
+    together = pipeline.forward(run, tokens, state, ring, options, bounds=which, counters=counters, save=True)
     do, ds = torch.randn_like(tokens.v), torch.randn(state.values.shape, device=device)
     gradients = pipeline.backward(run, tokens, state, ring, together, do, ds, options, bounds=which)
     for n, (start, length) in enumerate(zip(first, count)):
@@ -129,20 +143,21 @@ def check_bits_alone(tokens, state, ring, options, run, bounds):
             assert_equal("dstate", gradients.state[n], ds[n])
             continue
         rows = slice(start, start + length)
-        alone = pipeline.forward(run, cut(tokens, start, start + length), own(state), own(ring), options, save=True)
+        given = cut(tokens, start, start + length), own(state), own(ring)
+        mine = None if counters is None else counters[n : n + 1].contiguous()
+        alone = pipeline.forward(run, *given, options, counters=mine, save=True)
         assert_equal(f"o of sequence {n}", together.o[:, rows], alone.o)
         assert_same(own(together.state), own(together.ring), alone.state, alone.ring)
-        given = (cut(tokens, start, start + length), own(state), own(ring), alone, do[:, rows].contiguous())
-        wanted = pipeline.backward(run, *given, ds[n : n + 1].contiguous(), options)
+        wanted = pipeline.backward(run, *given, alone, do[:, rows].contiguous(), ds[n : n + 1].contiguous(), options)
         for name, x, y in zip(Gradients._fields[:5], gradients, wanted):
             assert_equal(f"d{name} of sequence {n}", x[:, rows], y)
         assert_equal(f"dstate of sequence {n}", gradients.state[n], wanted.state[0])
 
 
-def check_call(tokens, state, ring, options, run, *, bound, gradient_bound):
-    """Forward, every rounding, and every gradient, of a call from kept states and a ring. Returns Output."""
+def check_call(tokens, state, ring, options, run, *, bound, gradient_bound, counters=None):
+    """Forward, every rounding to nearest, and every gradient, of a call from kept states and a ring. Returns Output."""
     v, length, cursors = tokens.v.shape[3], ring.k.shape[1], ring.cursor.tolist()
-    out = pipeline.forward(run, tokens, state, ring, options, save=True)
+    out = pipeline.forward(run, tokens, state, ring, options, counters=counters, save=True)
     saved = decoded(out.saved, options, v)
     exact = [x.detach().double().requires_grad_() for x in tokens]
     exact.append(replayed(decoded(state, options, v), ring).requires_grad_())
@@ -153,7 +168,7 @@ def check_call(tokens, state, ring, options, run, *, bound, gradient_bound):
     results["state"] = (replayed(decoded(out.state, options, v), out.ring), final, bound)
     for n, cursor in enumerate(cursors):
         due = [t for t in range(tokens.q.shape[1]) if (cursor + t + 1) % length == 0]
-        if options.state is not None and due:
+        if options.state is not None and options.state.rounding == "nearest" and due:
             kept = State(*(None if x is None else x[n : n + 1, : len(due)] for x in out.saved))
             exact_states = written[n : n + 1, due].detach().float()
             codes = difference(kept.values, recurrent_oracle.entering_state(exact_states, options).values)

@@ -1,5 +1,6 @@
 """Replay through its kernels as far as one can tell without a GPU; tests/gpu/test_replay.py has the values."""
 
+import dataclasses
 import functools
 import os
 import sys
@@ -19,10 +20,11 @@ sys.path.insert(0, os.path.dirname(__file__))
 from kernel_launches import kernel_names
 
 import jlaqat
-from jlaqat import DecodePolicy, QuantSpec, backends, decode_triton
+from jlaqat import DecodePolicy, QuantArrays, QuantSpec, backends, decode_triton
 from jlaqat.testing import make_inputs
 
 REPLAY = DecodePolicy(state=QuantSpec.fp8(block_v=16), mode="replay", window=3, ring_dtype="bfloat16")
+DRAWN = dataclasses.replace(REPLAY, state=QuantSpec.fp8(block_v=16, rounding="stochastic", seed=3))
 pytestmark = pytest.mark.usefixtures("compile_quickly")
 
 
@@ -38,18 +40,18 @@ def operands(gate="gdn", T=5, B=2, H=1, HV=2):
     return {name: jnp.asarray(a) for name, a in x.items()}
 
 
-def steps(x, carry):
+def steps(x, carry, quant=REPLAY):
     """A scan of steps, the carry handed on."""
 
     def step(carry, row):
-        o, carry = jlaqat.delta_rule_step(*row, carry, quant=REPLAY)
+        o, carry = jlaqat.delta_rule_step(*row, carry, quant=quant)
         return carry, o
 
     return jax.lax.scan(step, carry, [jnp.moveaxis(x[name], 1, 0) for name in ("q", "k", "v", "g", "beta")])
 
 
-def loss(x, **settings):
-    o, carry = jlaqat.delta_rule_decode(**x, quant=REPLAY, **settings)
+def loss(x, quant=REPLAY, **settings):
+    o, carry = jlaqat.delta_rule_decode(**x, quant=quant, **settings)
     return jnp.sum(o**2), (o, carry)
 
 
@@ -63,7 +65,8 @@ def test_what_is_launched():
         carry = jax.eval_shape(functools.partial(loss, backend="triton"), x)[1][1]
         assert kernel_names(jax.make_jaxpr(steps)(x, carry).jaxpr) == ["replay_step"]
         assert kernel_names(jax.make_jaxpr(loss)(x).jaxpr) == ["replay_forward"]
-        for run, inputs in ((gradient, x), (jax.vmap(gradient), stacked)):
+        of_drawn = jax.vmap(jax.grad(functools.partial(loss, quant=DRAWN, backend="triton"), has_aux=True))
+        for run, inputs in ((gradient, x), (jax.vmap(gradient), stacked), (of_drawn, stacked)):
             assert kernel_names(jax.make_jaxpr(run)(inputs).jaxpr) == ["replay_forward", "replay_backward", *sums]
     assert carry.values.dtype == jnp.float8_e4m3fn and carry.ring_k.shape == (2, 3, 1, 16)
     assert carry.ring_r.dtype == jnp.bfloat16
@@ -88,14 +91,20 @@ def test_a_step_changes_the_state_in_place():
     assert launch.count("#stablehlo.output_operand_alias<") == 5  # values, scale, ring k, r, g
 
 
-@pytest.mark.parametrize("gate", ["gdn", pytest.param("kda", marks=pytest.mark.slow)])
-def test_auto_traced_for_a_gpu_still_runs_where_there_is_none(gate):
+@pytest.mark.parametrize(
+    ("gate", "quant"),
+    [("gdn", DRAWN), *(pytest.param(g, REPLAY, marks=pytest.mark.slow) for g in ("gdn", "kda"))],
+    ids=["gdn-drawn", "gdn", "kda"],
+)
+def test_auto_traced_for_a_gpu_still_runs_where_there_is_none(gate, quant):
     """Traced for a GPU and lowered for the CPU, "auto" has the xla backend's bits, gradients and carries."""
     x = operands(gate)
+    arrays = QuantArrays(step=jnp.uint32(9), layer=2)
 
     def run(x, backend):
-        gradient, (o, carry) = jax.grad(functools.partial(loss, backend=backend), has_aux=True)(x)
-        return gradient, o, steps(x, carry)
+        settings = dict(quant=quant, quant_arrays=arrays, backend=backend)
+        gradient, (o, carry) = jax.grad(functools.partial(loss, **settings), has_aux=True)(x)
+        return gradient, o, steps(x, carry, quant)
 
     wanted = jax.jit(run, static_argnums=1)(x, "xla")
     with jlaqat.compile_for(90):
@@ -104,8 +113,8 @@ def test_auto_traced_for_a_gpu_still_runs_where_there_is_none(gate):
         assert np.array_equal(a, b)
 
 
-@pytest.mark.parametrize("gate", ["gdn", "kda"])
-def test_what_the_kernels_keep_fits_the_rule(gate):
+@pytest.mark.parametrize(("gate", "quant"), [("gdn", DRAWN), ("kda", REPLAY)], ids=["gdn-drawn", "kda"])
+def test_what_the_kernels_keep_fits_the_rule(gate, quant):
     """Lowered for CUDA on 8 devices: Shardy takes the rule of either direction, for checkpoints and rings too."""
     mesh = jax.make_mesh((4, 2), ("b", "h"), axis_types=(AxisType.Auto,) * 2)
     x = jax.eval_shape(functools.partial(operands, gate, B=4, H=2, HV=4))
@@ -114,7 +123,7 @@ def test_what_the_kernels_keep_fits_the_rule(gate):
         name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, specs[name])) for name, a in x.items()
     }
     with jlaqat.compile_for(90):
-        gradient = jax.jit(jax.grad(functools.partial(loss, backend="triton"), has_aux=True))
+        gradient = jax.jit(jax.grad(functools.partial(loss, quant=quant, backend="triton"), has_aux=True))
         text = gradient.trace(placed).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@CustomSPMDPartitioning") == 2
     assert text.count("sdy.sharding_rule") == 2

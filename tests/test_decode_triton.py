@@ -84,7 +84,6 @@ def test_a_step_is_one_launch_and_keeps_codes():
         (DecodePolicy.preset("serving", error_feedback=True), {}, "error feedback"),
         (DecodePolicy(state=QuantSpec.fp8(), quantize_initial=False), {}, "quantize_initial=True"),
         (DecodePolicy(state=QuantSpec.int8(rounding="half_away")), {}, "to nearest or stochastically"),
-        (DecodePolicy.preset("serving", rounding="stochastic"), {}, "the kernels round to nearest with"),
         (DecodePolicy(state=QuantSpec.nvfp4()), {}, "rounded state|nvfp4"),
     ],
 )

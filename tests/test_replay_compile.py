@@ -73,3 +73,25 @@ def test_a_step_and_every_longer_call_sum_in_one_layout(gate, state, monkeypatch
     step = sums(pipeline.step, 1)
     for tokens, which in [(40, {"save": True}), (5, {}), (64, {"bounds": bounds})]:
         assert sums(pipeline.forward, tokens, **which) == step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("architecture", "gate", "state", "window"),
+    [
+        (80, "kda", QuantSpec.fp8(rounding="stochastic"), 8),
+        (89, "gdn", QuantSpec.int8(granularity="key_row", rounding="stochastic"), 16),
+        (90, "gdn", QuantSpec.fp8(rounding="stochastic"), 16),
+        (100, "kda", QuantSpec.float16(rounding="stochastic"), 1),
+        (120, "gdn", QuantSpec.fp8(granularity="value_row", rounding="stochastic"), 8),
+    ],
+    ids=str,
+)
+def test_other_roundings_compile(architecture, gate, state, window):
+    """Rounding to nearest: test_recurrent_compile.py, which says why there are spills."""
+    from jlaqat.kernels.aot import compile_recurrent
+
+    sizes = dict(key_dim=128, value_dim=128, heads=(4, 8), window=window)
+    report = compile_recurrent(architecture, gate, "bfloat16", state, **sizes)
+    assert {k.name for k in report} >= {"replay_step", "replay_forward", "replay_backward"}
+    assert [k for k in report if k.stack > 1000] == []

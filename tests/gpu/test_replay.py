@@ -1,5 +1,7 @@
 """Replay on a GPU: the kernels against float64, equal bits of steps and calls and of token mode, of PyTorch and JAX."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import kernel_oracle
@@ -39,14 +41,17 @@ def call(kda, name, length, ring_dtype=torch.bfloat16, read_stored=False, dtype=
 
 def check(tokens, state, ring, options, bound=0.005, gradient_bound=0.008):
     """Values and gradients; then the same bits a token at a time and cut in two."""
-    whole = oracle.check_call(tokens, state, ring, options, poisoned_run, bound=bound, gradient_bound=gradient_bound)
-    o, last, entries = oracle.step_by_step(tokens, state, ring, options, poisoned_run)
+    drawn = options.state is not None and options.state.rounding == "stochastic"
+    counters = oracle.make_counters(tokens, len(ring.cursor)) if drawn else None
+    given, bounds = (tokens, state, ring, options, poisoned_run), dict(bound=bound, gradient_bound=gradient_bound)
+    whole = oracle.check_call(*given, counters=counters, **bounds)
+    o, last, entries = oracle.step_by_step(*given, counters)
     with oracle.said_about("a token at a time"):
         oracle.assert_equal("o", o, whole.o)
         oracle.assert_same(last, entries, whole.state, whole.ring)
-    head = pipeline.forward(poisoned_run, oracle.cut(tokens, 0, 5), state, ring, options)
-    rest = oracle.cut(tokens, 5, tokens.q.shape[1])
-    tail = pipeline.forward(poisoned_run, rest, head.state, head.ring, options)
+    head = pipeline.forward(poisoned_run, oracle.cut(tokens, 0, 5), state, ring, options, counters=counters)
+    rest, later = oracle.cut(tokens, 5, tokens.q.shape[1]), oracle.after(counters, 5)
+    tail = pipeline.forward(poisoned_run, rest, head.state, head.ring, options, counters=later)
     with oracle.said_about("cut in two"):
         oracle.assert_equal("o", torch.cat([head.o, tail.o], 1), whole.o)
         oracle.assert_same(tail.state, tail.ring, whole.state, whole.ring)
@@ -57,6 +62,18 @@ def check(tokens, state, ring, options, bound=0.005, gradient_bound=0.008):
 @pytest.mark.parametrize("name", SPECS)
 def test_forward_gradients_and_steps(name, kda):
     check(*call(kda, name, 16, read_stored=kda))
+
+
+def stochastic(options):
+    return dataclasses.replace(options, state=dataclasses.replace(options.state, rounding="stochastic", seed=3))
+
+
+@pytest.mark.parametrize("kda", [False, True], ids=["gdn", "kda"])
+@pytest.mark.parametrize("name", [name for name, spec in SPECS.items() if spec])
+def test_stochastic_rounding(name, kda):
+    """What is drawn: `test_replay_through_jax`."""
+    tokens, state, ring, options = call(kda, name, 8, read_stored=kda)
+    check(tokens, state, ring, stochastic(options))
 
 
 @pytest.mark.parametrize(
@@ -77,6 +94,8 @@ def test_packed_sequences_have_the_bits_that_they_have_alone(kda):
     _, state, ring, options = call(kda, "e4m3-tile", 8)
     tokens, _, _, _ = call(kda, "e4m3-tile", 8, b=1, t=60)
     oracle.check_bits_alone(tokens, state, ring, options, poisoned_run, ([2, 31, 60], [29, 20, 0]))
+    options, counters = stochastic(options), oracle.make_counters(tokens, 3)
+    oracle.check_bits_alone(tokens, state, ring, options, poisoned_run, ([2, 31, 60], [29, 20, 0]), counters)
 
 
 @pytest.mark.parametrize("kda", [False, True], ids=["gdn", "kda"])
@@ -95,6 +114,7 @@ POLICIES = {
     "serving": DecodePolicy.preset("serving"),
     "fp8": DecodePolicy(state=QuantSpec.fp8(), mode="replay", window=16, readout="stored"),
     "float32": DecodePolicy(mode="replay", window=5),
+    "drawn": DecodePolicy(state=QuantSpec.fp8(rounding="stochastic", seed=3), mode="replay", window=8),
 }
 
 
