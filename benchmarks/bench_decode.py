@@ -6,7 +6,9 @@ Steps (B128 H32 K=V=128, bfloat16 tokens, one token a sequence) and the forward 
 from a CUDA graph of 20 calls, per call, so that no launch overhead is in them; FLA's fused recurrent kernels likewise
 (over 512 tokens its calls are queued). Replay's steps go through a window of 16 and are averaged. States are larger
 than the caches. Training (B8 H16 T512) runs through JAX, 10 calls queued (2 of the xla backend), per call: forward, and
-forward + backward.
+forward + backward with a state kept every 64 tokens and with every state kept.
+
+    python3 benchmarks/bench_decode.py --out … --parts training --training-modes token     # appends to what is there
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import json
 import os
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -36,12 +39,14 @@ SPECS = {
     "float16": QuantSpec.float16(),
     "e4m3 tile 64": QuantSpec.fp8(),
     "e4m3 tile 32": QuantSpec.fp8(block_v=32),
+    "int8 tile 32": QuantSpec.int8(block_v=32),
     "int8 key_row": QuantSpec.int8(granularity="key_row"),
     "e4m3 value_row": QuantSpec.fp8(granularity="value_row"),
 }
 STEPS = 20
 WINDOW = 16  # of replay
 GATES = ["gdn", "kda"]
+MODES = ["token", "replay"]  # of training
 
 
 def queued_milliseconds(call, repeats: int = 5) -> float:
@@ -176,6 +181,15 @@ def fla_row(x: Tokens, b: int, h: int, d: int, kda: bool) -> dict:
         return {"error": f"{type(error).__name__}: {error!s:.200}"}
 
 
+def training_calls(policy: DecodePolicy):
+    """(backend, tokens between kept states or None, label) of what is timed under a policy."""
+    for backend in ("triton", "xla"):
+        yield backend, None, "forward"
+        # Replay's kernels keep a checkpoint a window, and the xla backend would want 9 GB.
+        for every in (64, 1) if backend == "triton" and policy.mode == "token" else (64,):
+            yield backend, every, "forward + backward"
+
+
 def training_rows(quick: bool):
     import jax
     import jax.numpy as jnp
@@ -188,38 +202,40 @@ def training_rows(quick: bool):
         x = [jnp.asarray(a.float().cpu().numpy()) for a in x]
         x = [a.astype(jnp.bfloat16) if i != 3 else a for i, a in enumerate(x)]
         replay: dict[str, Any] = dict(mode="replay", window=WINDOW, ring_dtype="bfloat16")
-        for name, mode in itertools.product(("e4m3 tile 64", "int8 key_row"), ({}, replay)):
+        modes = [{"token": {}, "replay": replay}[mode] for mode in MODES]
+        for name, mode in itertools.product(("e4m3 tile 64", "int8 tile 32", "int8 key_row"), modes):
             policy = DecodePolicy(state=SPECS[name], **mode)
-            for backend in ("triton", "xla"):
+            for backend, every, label in training_calls(policy):
 
-                def forward(*x, policy=policy, backend=backend):
-                    return jlaqat.delta_rule_decode(*x, quant=policy, backend=backend)[0]
+                def forward(*x, policy=policy, backend=backend, every=every):
+                    kept = {} if every is None else {"checkpoint_every": every}
+                    return jlaqat.delta_rule_decode(*x, quant=policy, backend=backend, **kept)[0]
 
                 def both(*x, forward=forward):
                     return jax.grad(lambda *x: forward(*x).astype(jnp.float32).sum(), argnums=range(5))(*x)
 
-                for label, function in (("forward", forward), ("forward + backward", both)):
-                    began = time.perf_counter()
-                    compiled = jax.jit(function).lower(*x).compile()
-                    compile_s = time.perf_counter() - began
-                    jax.block_until_ready(compiled(*x))
-                    count, times = 10 if backend == "triton" else 2, []
-                    for _ in range(5 if backend == "triton" else 3):
-                        start = time.perf_counter()
-                        for _ in range(count):
-                            out = compiled(*x)
-                        jax.block_until_ready(out)
-                        times.append((time.perf_counter() - start) / count * 1e3)
-                    yield dict(
-                        what=f"training, {label}",
-                        mode=policy.mode,
-                        gate=gate,
-                        state=name,
-                        backend=backend,
-                        ms=statistics.median(times),
-                        compile_s=compile_s,
-                        temporary_mb=compiled.memory_analysis().temp_size_in_bytes / 1e6,
-                    )
+                began = time.perf_counter()
+                compiled = jax.jit(forward if every is None else both).lower(*x).compile()
+                compile_s = time.perf_counter() - began
+                jax.block_until_ready(compiled(*x))
+                count, times = 10 if backend == "triton" else 2, []
+                for _ in range(5 if backend == "triton" else 3):
+                    start = time.perf_counter()
+                    for _ in range(count):
+                        out = compiled(*x)
+                    jax.block_until_ready(out)
+                    times.append((time.perf_counter() - start) / count * 1e3)
+                yield dict(
+                    what=f"training, {label}",
+                    mode=policy.mode,
+                    gate=gate,
+                    state=name,
+                    backend=backend,
+                    checkpoint_every=every,
+                    ms=statistics.median(times),
+                    compile_s=compile_s,
+                    temporary_mb=compiled.memory_analysis().temp_size_in_bytes / 1e6,
+                )
 
 
 def main() -> None:
@@ -228,8 +244,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see whether everything runs")
     parser.add_argument("--parts", default="step,replay,forward,training")
     parser.add_argument("--gates", default="gdn,kda")
+    parser.add_argument("--training-modes", default="token,replay")
     args = parser.parse_args()
-    GATES[:] = args.gates.split(",")
+    GATES[:], MODES[:] = args.gates.split(","), args.training_modes.split(",")
     import triton
 
     about = {
@@ -239,7 +256,7 @@ def main() -> None:
         "triton": triton.__version__,
     }
     parts = {"step": step_rows, "forward": forward_rows, "training": training_rows, "replay": replay_rows}
-    found = []
+    found = json.loads(Path(args.out).read_text()) if Path(args.out).exists() else []
     for part in args.parts.split(","):
         for row in parts[part](args.quick):
             print(*(f"{k}={round(v, 4) if isinstance(v, float) else v}" for k, v in row.items()), flush=True)

@@ -10,7 +10,9 @@ from jlaqat.kernels.rounding import compute_scale, decode, encode, magnitude_bit
 @triton.jit
 def _to_code(b_x, words, FORMAT: tl.constexpr, HARDWARE_FP8: tl.constexpr, DRAWN: tl.constexpr):
     """b_x on the format's grid: float32, or float8e4nv where the hardware converts, whose bytes are what is kept."""
-    if DRAWN:
+    if DRAWN and FORMAT == "e4m3" and HARDWARE_FP8:
+        return round_drawn(b_x, words, FORMAT).to(tl.float8e4nv)
+    elif DRAWN:
         return round_drawn(b_x, words, FORMAT)
     elif FORMAT == "e4m3" and HARDWARE_FP8:
         return b_x.to(tl.float8e4nv)
@@ -105,19 +107,48 @@ def load_scales(
     BV: tl.constexpr,
     FORMAT: tl.constexpr,
     GRANULARITY: tl.constexpr,
+    GROUP: tl.constexpr = 0,  # columns that share a scale where those are more than BV
 ):
     """The scales of a state's columns from i_v on, as `round_state` has them; 1 without codes."""
-    PROGRAMS_V: tl.constexpr = (V + BV - 1) // BV
+    SHARED_BY: tl.constexpr = GROUP if GROUP else BV
+    GROUPS: tl.constexpr = (V + SHARED_BY - 1) // SHARED_BY
     o_k = tl.arange(0, BK)
     o_v = i_v + tl.arange(0, BV)
     if FORMAT != "e4m3" and FORMAT != "int8":
         return tl.full([], 1.0, tl.float32)
     elif GRANULARITY == "tile":
-        return tl.load(p_scale + state * PROGRAMS_V + i_v // BV)
+        return tl.load(p_scale + state * GROUPS + i_v // SHARED_BY)
     elif GRANULARITY == "key_row":
-        return tl.load(p_scale + (state * K + o_k) * PROGRAMS_V + i_v // BV, mask=o_k < K, other=0.0)
+        return tl.load(p_scale + (state * K + o_k) * GROUPS + i_v // SHARED_BY, mask=o_k < K, other=0.0)
     else:
         return tl.load(p_scale + state * V + o_v, mask=o_v < V, other=0.0)
+
+
+@triton.jit
+def load_codes(
+    p_values,
+    state,
+    i_v,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    FORMAT: tl.constexpr,
+    HARDWARE_FP8: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """Codes that `store_rounded` wrote, as `round_state` has them, zero outside; without codes the values."""
+    o_k = tl.arange(0, BK)
+    o_v = i_v + tl.arange(0, BV)
+    m = (o_k < K)[:, None] & (o_v < V)[None, :]
+    p = p_values + state * K * V + o_k[:, None] * V + tl.max_contiguous(o_v, VECTOR)[None, :]
+    b = tl.load(p, mask=m, other=0)
+    if FORMAT == "e4m3" and HARDWARE_FP8:
+        return b.to(tl.float8e4nv, bitcast=True)
+    elif FORMAT == "e4m3" or FORMAT == "int8":
+        return decode(b, FORMAT, HARDWARE_FP8)
+    else:
+        return b.to(tl.float32)
 
 
 @triton.jit
@@ -134,20 +165,11 @@ def load_kept(
     GRANULARITY: tl.constexpr,
     HARDWARE_FP8: tl.constexpr,
     VECTOR: tl.constexpr,
+    GROUP: tl.constexpr = 0,
 ):
-    """(codes, scales) that `store_rounded` wrote, as `round_state` has them, zero outside; or the values and 1."""
-    o_k = tl.arange(0, BK)
-    o_v = i_v + tl.arange(0, BV)
-    m = (o_k < K)[:, None] & (o_v < V)[None, :]
-    p = p_values + state * K * V + o_k[:, None] * V + tl.max_contiguous(o_v, VECTOR)[None, :]
-    b = tl.load(p, mask=m, other=0)
-    b_scale = load_scales(p_scale, state, i_v, K, V, BK, BV, FORMAT, GRANULARITY)
-    if FORMAT == "e4m3" and HARDWARE_FP8:
-        return b.to(tl.float8e4nv, bitcast=True), b_scale
-    elif FORMAT == "e4m3" or FORMAT == "int8":
-        return decode(b, FORMAT, HARDWARE_FP8), b_scale
-    else:
-        return b.to(tl.float32), b_scale
+    """(codes, scales) that `store_rounded` wrote; without codes the values and 1."""
+    b_code = load_codes(p_values, state, i_v, K, V, BK, BV, FORMAT, HARDWARE_FP8, VECTOR)
+    return b_code, load_scales(p_scale, state, i_v, K, V, BK, BV, FORMAT, GRANULARITY, GROUP)
 
 
 @triton.jit
@@ -164,6 +186,22 @@ def apply_scale(b_code, b_scale, FORMAT: tl.constexpr, GRANULARITY: tl.constexpr
 
 
 @triton.jit
+def decay_kept(b_code, b_scale, b_decay, IS_KDA: tl.constexpr, FORMAT: tl.constexpr, GRANULARITY: tl.constexpr):
+    """The state that codes and scales stand for, times its decay: [BK] for KDA, one number otherwise.
+
+    Scales and decay are multiplied first where that saves a product an element.
+    """
+    if IS_KDA and (GRANULARITY == "tile" or GRANULARITY == "key_row"):
+        return apply_scale(b_code, b_scale * b_decay, FORMAT, "key_row")
+    elif IS_KDA:
+        return apply_scale(b_code, b_scale, FORMAT, GRANULARITY) * b_decay[:, None]
+    elif GRANULARITY != "none":
+        return apply_scale(b_code, b_scale * b_decay, FORMAT, GRANULARITY)
+    else:
+        return b_code * b_decay
+
+
+@triton.jit
 def load_rounded(
     p_values,
     p_scale,
@@ -177,7 +215,10 @@ def load_rounded(
     GRANULARITY: tl.constexpr,
     HARDWARE_FP8: tl.constexpr,
     VECTOR: tl.constexpr,
+    GROUP: tl.constexpr = 0,
 ):
     """The state that `store_rounded` wrote, float32, zero outside."""
-    b_code, b_scale = load_kept(p_values, p_scale, state, i_v, K, V, BK, BV, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR)
+    b_code, b_scale = load_kept(
+        p_values, p_scale, state, i_v, K, V, BK, BV, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR, GROUP
+    )
     return apply_scale(b_code, b_scale, FORMAT, GRANULARITY)

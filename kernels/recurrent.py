@@ -12,8 +12,17 @@ Formulas: docs/decode.md (mode "token").
 import triton
 import triton.language as tl
 
-from jlaqat.kernels.kept_state import apply_scale, load_kept, load_rounded, round_state, store_rounded
+from jlaqat.kernels.kept_state import (
+    apply_scale,
+    load_codes,
+    load_kept,
+    load_rounded,
+    load_scales,
+    round_state,
+    store_rounded,
+)
 from jlaqat.kernels.philox import draw_words
+from jlaqat.kernels.token_gradients import reverse_token
 
 
 @triton.jit
@@ -88,6 +97,7 @@ def recurrent_forward_kernel(
     p_saved_scale,  # none where STRIDE is 0. out
     p_lost_out,  # out: [N, HV, K, V] float32
     p_saved_lost,  # out: what was lost with the states that are saved, unless STRIDE is 1
+    p_error,  # out: [B, T, HV, V] float32, v - r k of every token, where STRIDE is 1
     scale,
     T,
     PER_ROW,
@@ -165,7 +175,10 @@ def recurrent_forward_kernel(
             b_s = b_s * b_decay[:, None]
         else:
             b_s = b_s * b_decay
-        b_r = b_beta * (b_v - tl.sum(b_s * b_k[:, None], axis=0))
+        b_error = b_v - tl.sum(b_s * b_k[:, None], axis=0)
+        b_r = b_beta * b_error
+        if STRIDE == 1:
+            tl.store(p_error + (row * HV + i_hv) * V + o_v, b_error, mask=o_v < V)
         b_s = tl.fma(b_k[:, None], tl.broadcast_to(b_r[None, :], [BK, BV]), b_s)
         if not READ_STORED:
             b_o = tl.sum(b_s * b_q[:, None], axis=0)
@@ -200,57 +213,9 @@ def recurrent_forward_kernel(
 
 
 @triton.jit
-def store_token_gradients(
-    p_dq,  # as `recurrent_backward_kernel` has them
-    p_dk,
-    p_dv,
-    p_dg,
-    p_dbeta,
-    b_ds,  # [BK, BV], gradient of the state after the token
-    b_r,  # [BK, BV], the decayed state
-    b_dq,  # [BK]
-    b_error,  # [BV], v - r k; the update is beta * error as it was rounded
-    b_update,
-    b_q,
-    b_k,
-    b_decay,
-    b_beta,
-    b_do,
-    row,
-    part,
-    i_hv,
-    o_k,
-    o_v,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    PROGRAMS_V: tl.constexpr,
-    IS_KDA: tl.constexpr,
-):
-    """Stores a program's part of a token's gradients; returns that of the state before the token."""
-    parts = (row * (HV * PROGRAMS_V) + part) * K + o_k
-    tl.store(p_dq + parts, b_dq, mask=o_k < K)
-    b_dw = b_ds + b_q[:, None] * b_do[None, :]
-    b_dupdate = tl.sum(b_dw * b_k[:, None], axis=0)
-    b_dv = b_beta * b_dupdate
-    tl.store(p_dv + (row * HV + i_hv) * V + o_v, b_dv, mask=o_v < V)
-    tl.store(p_dbeta + row * (HV * PROGRAMS_V) + part, tl.sum(b_dupdate * b_error, axis=0))
-    b_dk = tl.sum(b_dw * b_update[None, :] - b_r * b_dv[None, :], axis=1)
-    tl.store(p_dk + parts, b_dk, mask=o_k < K)
-    b_dr = b_dw - b_k[:, None] * b_dv[None, :]
-    b_dg = tl.sum(b_r * b_dr, axis=1)
-    if IS_KDA:
-        tl.store(p_dg + parts, b_dg, mask=o_k < K)
-    else:
-        tl.store(p_dg + row * (HV * PROGRAMS_V) + part, tl.sum(b_dg, axis=0))
-    return b_dr * b_decay
-
-
-@triton.jit
 def recurrent_backward_kernel(
     p_q,  # as in the forward, for all of these
     p_k,
-    p_v,
     p_g,
     p_beta,
     p_values,
@@ -259,6 +224,7 @@ def recurrent_backward_kernel(
     p_count,
     p_saved,  # [B, T, HV, K, V] or (OWN_ROWS) [N, LENGTH, HV, K, V], the states after every token, and their scales
     p_saved_scale,
+    p_error,  # [B, T, HV, V] float32, as the forward wrote it
     p_do,  # [B, T, HV, V]
     p_ds,  # [N, HV, K, V] float32, gradient of the states that leave
     p_dq,  # out: [B, T, HV * PROGRAMS_V, K] float32, a part a program, of a value head's q; rows of tokens that no
@@ -285,8 +251,12 @@ def recurrent_backward_kernel(
     READ_STORED: tl.constexpr,
     HARDWARE_FP8: tl.constexpr,
     VECTOR: tl.constexpr,
+    GROUP: tl.constexpr,  # columns that share a scale, BV or more
+    ROWS: tl.constexpr,  # depths of the sums, see `token_gradients`
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    """Straight through every rounding; R, r and the written state are formed again from the saved ones."""
+    """Straight through every rounding; the decayed states are formed again from the saved ones."""
     PROGRAMS_V: tl.constexpr = (V + BV - 1) // BV
     part = tl.program_id(0) % (PROGRAMS_V * HV)
     i_v, i_hv, i_n, i_h = locate_program(H, HV, V, BV)
@@ -296,73 +266,79 @@ def recurrent_backward_kernel(
     o_s = (i_n * HV + i_hv) * K * V + o_k[:, None] * V + o_v[None, :]
     b_ds = tl.load(p_ds + o_s, mask=m_s, other=0.0)
     i_b, first, count = rows_of(p_first, p_count, i_n, T, PER_ROW, RAGGED)
+    outputs = (p_dq, p_dk, p_dv, p_dg, p_dbeta)
+    dims: tl.constexpr = (HV, K, V, PROGRAMS_V)
+    depths: tl.constexpr = (ROWS, COLUMNS)
     last = tl.maximum(count - 1, 0)
     row = i_b * T + first + last
     own = i_n * LENGTH + last if OWN_ROWS else row  # the token's row in states and gradients
-    if READ_STORED:
-        b_read = load_rounded(
-            p_saved, p_saved_scale, own * HV + i_hv, i_v, K, V, BK, BV, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR
-        )
-    q, k, v, g, beta = load_token(p_q, p_k, p_v, p_g, p_beta, row, i_h, i_hv, o_k, o_v, H, HV, K, V, IS_KDA)
+    token = load_token(p_q, p_k, p_error, p_g, p_beta, row, i_h, i_hv, o_k, o_v, H, HV, K, V, IS_KDA)
     do = tl.load(p_do + (row * HV + i_hv) * V + o_v, mask=o_v < V, other=0.0)
-    for back in range(count):
-        if back < count - 1:
-            before = (own - 1) * HV + i_hv
-            b_s = load_rounded(
-                p_saved, p_saved_scale, before, i_v, K, V, BK, BV, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR
-            )
-        else:
-            b_s = load_rounded(
-                p_values, p_scale, i_n * HV + i_hv, i_v, K, V, BK, BV, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR
-            )
-        b_q = q.to(tl.float32) * scale
-        b_k = k.to(tl.float32)
-        b_v = v.to(tl.float32)
-        b_do = do.to(tl.float32)
-        b_beta = beta.to(tl.float32)
-        b_decay = tl.exp(g.to(tl.float32))
-        if IS_KDA:
-            b_decay = b_decay[:, None]
-        ahead = row - tl.minimum(count - 1 - back, 1)
-        q, k, v, g, beta = load_token(p_q, p_k, p_v, p_g, p_beta, ahead, i_h, i_hv, o_k, o_v, H, HV, K, V, IS_KDA)
+    b_after = b_ds
+    if READ_STORED:
+        b_after = load_rounded(
+            p_saved, p_saved_scale, own * HV + i_hv, i_v, K, V, BK, BV, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR, GROUP
+        )
+    before = tl.maximum(own - 1, 0) * HV + i_hv
+    b_scale = load_scales(p_saved_scale, before, i_v, K, V, BK, BV, FORMAT, GRANULARITY, GROUP)
+    # All but the first token, from states that were saved; what the next reads is on its way while one is worked on.
+    for back in tl.range(0, last, num_stages=STAGES):
+        before = (own - back - 1) * HV + i_hv
+        b_code = load_codes(p_saved, before, i_v, K, V, BK, BV, FORMAT, HARDWARE_FP8, VECTOR)
+        this, this_do, this_scale = token, do, b_scale
+        before = tl.maximum(own - back - 2, 0) * HV + i_hv
+        b_scale = load_scales(p_saved_scale, before, i_v, K, V, BK, BV, FORMAT, GRANULARITY, GROUP)
+        ahead = row - back - 1
+        token = load_token(p_q, p_k, p_error, p_g, p_beta, ahead, i_h, i_hv, o_k, o_v, H, HV, K, V, IS_KDA)
         do = tl.load(p_do + (ahead * HV + i_hv) * V + o_v, mask=o_v < V, other=0.0)
-        b_r = b_s * b_decay  # the decayed state; the update is beta * error
-        b_error = b_v - tl.sum(b_r * b_k[:, None], axis=0)
-        b_update = b_beta * b_error
-        if not READ_STORED:
-            b_read = b_r + b_k[:, None] * b_update[None, :]
-        b_dq = tl.sum(b_read * b_do[None, :], axis=1) * scale
-        if READ_STORED:
-            b_read = b_s
-        b_ds = store_token_gradients(
-            p_dq,
-            p_dk,
-            p_dv,
-            p_dg,
-            p_dbeta,
+        b_ds = reverse_token(
+            outputs,
             b_ds,
-            b_r,
-            b_dq,
-            b_error,
-            b_update,
-            b_q,
-            b_k,
-            b_decay,
-            b_beta,
-            b_do,
-            own,
+            b_after,
+            b_code,
+            this_scale,
+            this,
+            this_do,
+            own - back,
             part,
             i_hv,
             o_k,
             o_v,
-            HV,
-            K,
-            V,
-            PROGRAMS_V,
+            scale,
+            dims,
+            depths,
             IS_KDA,
+            FORMAT,
+            GRANULARITY,
+            READ_STORED,
         )
-        row -= 1
-        own -= 1
+        if READ_STORED:
+            b_after = apply_scale(b_code, this_scale, FORMAT, GRANULARITY)
+    if count > 0:
+        b_code, b_scale = load_kept(
+            p_values, p_scale, i_n * HV + i_hv, i_v, K, V, BK, BV, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR, GROUP
+        )
+        b_ds = reverse_token(
+            outputs,
+            b_ds,
+            b_after,
+            b_code,
+            b_scale,
+            token,
+            do,
+            own - last,
+            part,
+            i_hv,
+            o_k,
+            o_v,
+            scale,
+            dims,
+            depths,
+            IS_KDA,
+            FORMAT,
+            GRANULARITY,
+            READ_STORED,
+        )
     tl.store(p_ds_in + o_s, b_ds, mask=m_s)
 
 

@@ -21,6 +21,9 @@ from jlaqat.kernels.recurrent_gradients import Gradients, gather
 from jlaqat.spec import QuantSpec, fit_to_site
 
 KEY_ROW = 32  # values that share a scale under "key_row"
+BACKWARD_WIDTH = 32  # columns of a backward's program at most: nothing is rounded there, and four fit a multiprocessor
+COLUMNS = 4  # of them side by side in a thread
+NEVER = 1 << 30
 
 
 class Tokens(NamedTuple):
@@ -54,12 +57,13 @@ class State(NamedTuple):
     values: Any
     scale: Any | None
     lost: Any | None = None  # float32 [..., HV, K, V], with error feedback: what the last rounding lost
+    error: Any | None = None  # float32 [B, T, HV, V], with the states after every token: v - Rᵀk of each
 
 
 class Output(NamedTuple):
     o: Any  # [B, T, HV, V] in v's dtype; not written where no sequence has a token
     state: State  # after the last token; what entered where there is none
-    saved: State | None  # after every `stride` tokens, see `forward`; `lost` is left out where stride is 1
+    saved: State | None  # after every `stride` tokens, see `forward`; where that is 1 with `error`, otherwise `lost`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,6 +120,7 @@ class Call(NamedTuple):
     options: Options
     bounds: Bounds | None = None
     most: int | None = None  # tokens that a sequence has at most, T unless given
+    columns: int | None = None  # of a program, at most
 
     @property
     def sequences(self) -> int:
@@ -154,14 +159,17 @@ class Call(NamedTuple):
         return str(self.options.state.granularity) if self.coded and self.options.state else "none"
 
     @property
+    def group(self) -> int | None:
+        """Columns that share a scale, where that is decided."""
+        if self.granularity == "tile" and self.options.state is not None:
+            return self.options.state.block_v
+        return KEY_ROW if self.granularity == "key_row" else None
+
+    @property
     def width(self) -> int:
-        spec, v = self.options.state, self.sizes[5]
-        if self.granularity == "tile":
-            assert spec is not None
-            return spec.block_v
-        if self.granularity == "key_row":
-            return KEY_ROW
-        return min(self.options.width or (64 if self.format == "float32" else 32), power_of_two(v))
+        """Columns of a program: those that share a scale, in a forward."""
+        free = min(self.options.width or (64 if self.format == "float32" else 32), power_of_two(self.sizes[5]))
+        return min(self.group or free, self.columns or NEVER)
 
     def vector(self, backward: bool = False) -> int:
         """Codes that a thread loads at once.
@@ -178,6 +186,11 @@ class Call(NamedTuple):
             return self.options.warps
         share = 128 if states == 1 and self.format == "float32" else 64
         return max(1, min(16, states * power_of_two(self.sizes[4]) * self.width // (32 * share)))
+
+    def depths(self) -> dict[str, int]:
+        """How often a thread of a backward can halve its rows and its columns, as they lie in registers."""
+        rows = power_of_two(self.sizes[4]) * self.width // (32 * self.warps(states=2) * COLUMNS)
+        return {"ROWS": max(rows, 1).bit_length() - 1, "COLUMNS": COLUMNS.bit_length() - 1}
 
     @property
     def programs_v(self) -> int:
@@ -295,6 +308,7 @@ def forward(
             "p_saved_scale": saved_scales,
             "p_lost_out": Buffer((call.sequences, *tile), "float32") if feedback else UNUSED,
             "p_saved_lost": Buffer((*places, *tile), "float32") if save_lost else UNUSED,
+            "p_error": Buffer(tuple(tokens.v.shape), "float32") if stride == 1 else UNUSED,
         },
         constants={
             **call.constants(),
@@ -314,6 +328,8 @@ def forward(
     out = run(launch)
     leaving = call.state_of(out["p_values_out"], out["p_scale_out"], out["p_lost_out"] if feedback else None)
     kept = call.state_of(out["p_saved"], out["p_saved_scale"], out["p_saved_lost"] if save_lost else None)
+    if stride == 1:
+        kept = kept._replace(error=out["p_error"])
     return Output(out["p_o"], leaving, kept if slots else None)
 
 
@@ -337,31 +353,41 @@ def backward(
     of tokens [B, T, ...], float32, in which those of the tokens that bounds say are written, in place, and which are
     returned.
     """
-    call = Call(tokens, options, bounds, most)
+    call = Call(tokens, options, bounds, most, BACKWARD_WIDTH)
     _check(call)
+    if saved.error is None:
+        raise ValueError("saved.error is None: the backward wants what a forward saved with stride=1.")
     inputs, constants = call.ragged()
+    given = call.inputs(state)
+    del given["p_v"]
     launch = Launch(
         kernel=recurrent.recurrent_backward_kernel,
         grid=call.programs,
         inputs={
-            **call.inputs(state),
+            **given,
             **inputs,
             "p_saved": saved.values,
             "p_saved_scale": tokens.beta if saved.scale is None else saved.scale,
+            "p_error": saved.error,
             "p_do": do,
             "p_ds": d_leaving,
         },
         outputs=call.parts(),
         constants={
             **call.constants(),
-            "VECTOR": call.vector(backward=True),
+            "VECTOR": COLUMNS,
             **constants,
             "LENGTH": call.length,
             "OWN_ROWS": most is not None,
+            "GROUP": call.group or call.width,
+            **call.depths(),
+            "STAGES": 2,
         },
         num_warps=call.warps(states=2),
         num_stages=1,
         fp_fusion=False,
+        # Four programs of four warps fit a multiprocessor, for a dozen registers that spill.
+        max_registers=None if options.read_stored else 128,
     )
     return gather(run, call, run(launch), into)
 
