@@ -19,8 +19,12 @@ from jlaqat.kernels.hopper_tiles import (
     fetch_block,
     fetch_inverse,
     fetch_rows,
+    layout_of,
+    line_layout,
     load_vector,
     locate_chunk,
+    rows_of,
+    slab_layout,
     store_rows,
     view,
     wait_group,
@@ -36,18 +40,20 @@ def load_scales(p_h_scale, state, V: gl.constexpr, TILE_V: gl.constexpr, layout:
 
 
 @gluon.jit
-def decode_rows(m_from, m_to, b_scale, FORMAT: gl.constexpr, layout: gl.constexpr):
+def decode_rows(m_from, m_to, b_scale, FORMAT: gl.constexpr):
     """Values of a state's codes."""
-    ROWS: gl.constexpr = layout.threads_per_warp[0] * layout.warps_per_cta[0]
+    layout: gl.constexpr = layout_of(m_to, gl.num_warps())
+    ROWS: gl.constexpr = rows_of(layout)
     for i in gl.static_range(64 // ROWS):
         b = decode(m_from.slice(i * ROWS, ROWS, 0).load(layout), FORMAT) * b_scale
         m_to.slice(i * ROWS, ROWS, 0).store(b.to(m_to.dtype))
 
 
 @gluon.jit
-def add_products(m_a, m_b, b_sum, layout: gl.constexpr):
+def add_products(m_a, m_b, b_sum):
     """b_sum and the elementwise products of two blocks, slab upon slab."""
-    ROWS: gl.constexpr = layout.threads_per_warp[0] * layout.warps_per_cta[0]
+    layout: gl.constexpr = layout_of(m_a, gl.num_warps())
+    ROWS: gl.constexpr = rows_of(layout)
     for i in gl.static_range(64 // ROWS):
         a = m_a.slice(i * ROWS, ROWS, 0).load(layout).to(gl.float32)
         b_sum += a * m_b.slice(i * ROWS, ROWS, 0).load(layout).to(gl.float32)
@@ -59,9 +65,9 @@ def store_zeros(p_dq, p_dk, p_dv, p_dbeta, p_dg, row, n_rows, i_hv, HV: gl.const
     """The gradients of a chunk past the end of cu_seqlens."""
     DTYPE: gl.constexpr = p_dq.dtype.element_ty
     m_zero = gl.allocate_shared_memory(DTYPE, [64, 128], TILE, gl.zeros([64, 128], DTYPE, layout=layout))
-    store_rows(m_zero, p_dq, row, n_rows, i_hv, 0, HV, 128, layout)
-    store_rows(m_zero, p_dk, row, n_rows, i_hv, 0, HV, 128, layout)
-    store_rows(m_zero, p_dv, row, n_rows, i_hv, 0, HV, 128, layout)
+    store_rows(m_zero, p_dq, row, n_rows, i_hv, 0, HV, 128)
+    store_rows(m_zero, p_dk, row, n_rows, i_hv, 0, HV, 128)
+    store_rows(m_zero, p_dv, row, n_rows, i_hv, 0, HV, 128)
     o_row = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
     b_zero = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, layout))
     gl.store(p_dbeta + row * HV + i_hv + o_row * HV, b_zero.to(p_dbeta.dtype.element_ty), mask=o_row < n_rows)
@@ -116,11 +122,8 @@ def chunk_backward_kernel(
     ROW: gl.constexpr = gl.SliceLayout(1, HALF)
     LEFT: gl.constexpr = gl.DotOperandLayout(0, HALF, 2)
     LEFT_WIDE: gl.constexpr = gl.DotOperandLayout(0, WIDE, 2)
-    MEM128: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
-    MEM64: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
-    BYTES128: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [WARPS, 1], [1, 0])
-    BYTES64: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [WARPS, 1], [1, 0])
-    TOKENS: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    SLAB: gl.constexpr = slab_layout(128, 16, WARPS)
+    TOKENS: gl.constexpr = line_layout(WARPS)
     CODES: gl.constexpr = gl.SwizzledSharedLayout(16, 2, 4, [1, 0])  # rows of 64 bytes, read two bytes a thread
 
     pid = gl.program_id(0)
@@ -131,7 +134,7 @@ def chunk_backward_kernel(
     if n_stored <= 0:
         return
     if n_rows <= 0:
-        store_zeros(p_dq, p_dk, p_dv, p_dbeta, p_dg, row, n_stored, i_hv, HV, MEM128)
+        store_zeros(p_dq, p_dk, p_dv, p_dbeta, p_dg, row, n_stored, i_hv, HV, SLAB)
         return
     state = i_c.to(gl.int64) * HV + i_hv
     p_state = p_h + state * (K * V)
@@ -150,19 +153,19 @@ def chunk_backward_kernel(
     m_w = view(m_d, gl.uint8, [4, 64, 64], CODES)
     m_h = view(m_s, gl.uint8, [4, 64, 128], BYTES)  # the last two tiles of it
 
-    fetch_inverse(m_xq.index(0), p_x, row, n_rows, i_hv, HV, X_WIDTH, MEM64)
-    fetch_rows(m_k.index(0), p_k, row, n_rows, i_h, 0, H, K, MEM64)
-    fetch_rows(m_k.index(1), p_k, row, n_rows, i_h, 64, H, K, MEM64)
+    fetch_inverse(m_xq.index(0), p_x, row, n_rows, i_hv, HV, X_WIDTH)
+    fetch_rows(m_k.index(0), p_k, row, n_rows, i_h, 0, H, K)
+    fetch_rows(m_k.index(1), p_k, row, n_rows, i_h, 64, H, K)
     if W_FORMAT != "none":
-        fetch_rows(m_w.index(0), p_w, row, n_rows, i_hv, 0, HV, K, BYTES64)
-        fetch_rows(m_w.index(1), p_w, row, n_rows, i_hv, 64, HV, K, BYTES64)
+        fetch_rows(m_w.index(0), p_w, row, n_rows, i_hv, 0, HV, K)
+        fetch_rows(m_w.index(1), p_w, row, n_rows, i_hv, 64, HV, K)
     commit_group()
-    fetch_rows(m_v.index(0), p_v, row, n_rows, i_hv, 0, HV, V, MEM128)
-    fetch_rows(m_y.index(0), p_dv_new, row, n_rows, i_hv, 0, HV, V, MEM128)
+    fetch_rows(m_v.index(0), p_v, row, n_rows, i_hv, 0, HV, V)
+    fetch_rows(m_y.index(0), p_dv_new, row, n_rows, i_hv, 0, HV, V)
     commit_group()
     if STATE_FORMAT != "none":
-        fetch_block(m_h.index(2), p_state, V, BYTES128)
-        fetch_block(m_h.index(3), p_state + 64 * V, V, BYTES128)
+        fetch_block(m_h.index(2), p_state, V)
+        fetch_block(m_h.index(3), p_state + 64 * V, V)
     commit_group()
     if W_FORMAT != "none":
         b_ws = load_vector(p_w_scale, row, n_rows, i_hv, HV, ROW)
@@ -204,19 +207,19 @@ def chunk_backward_kernel(
     b_dbeta = gl.convert_layout(gl.sum(b_y * m_v.index(0).load(WIDE).to(gl.float32), axis=1), ROW)
     m_dv.index(0).store((b_y * b_beta[:, None]).to(DTYPE))
     m_y.index(0).store(b_y.to(DTYPE))
-    fetch_rows(m_v.index(0), p_do, row, n_rows, i_hv, 0, HV, V, MEM128)
+    fetch_rows(m_v.index(0), p_do, row, n_rows, i_hv, 0, HV, V)
     commit_group()
 
     # ve = u - w S and v' = ve + (w less its rounding) S.
     if STATE_FORMAT != "none":
-        b_scale = load_scales(p_h_scale, state, V, TILE_V, MEM128)
+        b_scale = load_scales(p_h_scale, state, V, TILE_V, SLAB)
         wait_group(1)
-        decode_rows(m_h.index(2), m_s.index(0), b_scale, STATE_FORMAT, MEM128)
-        b_c = m_h.index(3).load(MEM128)  # all of it: S will lie where its codes are
+        decode_rows(m_h.index(2), m_s.index(0), b_scale, STATE_FORMAT)
+        b_c = m_h.index(3).load(SLAB)  # all of it: S will lie where its codes are
         m_s.index(1).store((decode(b_c, STATE_FORMAT) * b_scale).to(DTYPE))
     else:
-        fetch_block(m_s.index(0), p_state, V, MEM128)
-        fetch_block(m_s.index(1), p_state + 64 * V, V, MEM128)
+        fetch_block(m_s.index(0), p_state, V)
+        fetch_block(m_s.index(1), p_state + 64 * V, V)
         commit_group()
         wait_group(0)
     fence_async_shared()
@@ -226,20 +229,20 @@ def chunk_backward_kernel(
         z = opaque_zero(T, 1)
         t_r = warpgroup_mma(m_d.index(z), m_s.index(z), b_zero_wide, use_acc=False, is_async=True)
         t_r = warpgroup_mma(m_d.index(1 + z), m_s.index(1 + z), t_r, is_async=True)
-        store_rows(m_dv.index(0), p_dv, row, n_rows, i_hv, 0, HV, V, MEM128)
+        store_rows(m_dv.index(0), p_dv, row, n_rows, i_hv, 0, HV, V)
         b_u, b_r = warpgroup_mma_wait(0, [t_u, t_r])
         m_vn.index(0).store((b_u + b_r).to(DTYPE))
         m_ve.index(0).store(b_u.to(DTYPE))
         m_vt = m_ve.index(0).permute((1, 0))
     else:
-        store_rows(m_dv.index(0), p_dv, row, n_rows, i_hv, 0, HV, V, MEM128)
+        store_rows(m_dv.index(0), p_dv, row, n_rows, i_hv, 0, HV, V)
         b_u = warpgroup_mma_wait(0, [t_u])
         m_vn.index(0).store(b_u.to(DTYPE))
         m_vt = m_vn.index(0).permute((1, 0))
     # The second half of the channels comes first below: its S stays where it is.
-    fetch_rows(m_xq.index(0), p_k, row, n_rows, i_h, 64, H, K, MEM64)
-    fetch_rows(m_xq.index(1), p_q, row, n_rows, i_h, 64, H, K, MEM64)
-    fetch_block(m_s.index(0), p_dstate + 64 * V, V, MEM128)
+    fetch_rows(m_xq.index(0), p_k, row, n_rows, i_h, 64, H, K)
+    fetch_rows(m_xq.index(1), p_q, row, n_rows, i_h, 64, H, K)
+    fetch_block(m_s.index(0), p_dstate + 64 * V, V)
     commit_group()
 
     # The gradients of the pairs: dA = -y ve^T and dP = do v'^T, decayed.
@@ -264,7 +267,7 @@ def chunk_backward_kernel(
     b_beta = m_g.index(1).load(ROW)
     b_dg = gl.zeros([64], gl.float32, layout=ROW)
     b_last = gl.zeros([64], gl.float32, layout=ROW)
-    b_state = gl.zeros([2 * WARPS, V], gl.float32, layout=MEM128)
+    b_state = gl.zeros([2 * WARPS, V], gl.float32, layout=SLAB)
     for i in gl.static_range(2):
         wait_group(0)
         fence_async_shared()
@@ -276,14 +279,14 @@ def chunk_backward_kernel(
         t_z = warpgroup_mma(m_y.index(z1), m_st, b_zero, use_acc=False, is_async=True)
         m_dst = m_s.index(z1).permute((1, 0))
         t_k = warpgroup_mma(m_vn.index(z1), m_dst, b_zero, use_acc=False, is_async=True)
-        b_state = add_products(m_s.index(1), m_s.index(0), b_state, MEM128)
+        b_state = add_products(m_s.index(1), m_s.index(0), b_state)
         if i == 0 and STATE_FORMAT != "none":
-            o_k = gl.arange(0, 64, layout=gl.SliceLayout(1, MEM128))
-            o_v = gl.arange(0, V, layout=gl.SliceLayout(0, MEM128))
+            o_k = gl.arange(0, 64, layout=gl.SliceLayout(1, SLAB))
+            o_v = gl.arange(0, V, layout=gl.SliceLayout(0, SLAB))
             b_c = gl.load(p_state + o_k[:, None] * V + o_v[None, :])
         b_dq, b_z, b_dk = warpgroup_mma_wait(0, [t_q, t_z, t_k])
         if i == 0:
-            fetch_block(m_s.index(0), p_dstate, V, MEM128)
+            fetch_block(m_s.index(0), p_dstate, V)
             commit_group()
         b_k = m_xq.index(0).load(HALF).to(gl.float32)
         b_dq = b_dq * (gl.exp(b_g) * scale)[:, None]
@@ -297,7 +300,7 @@ def chunk_backward_kernel(
         t_k = warpgroup_mma(m_k.index(z1).permute((1, 0)), m_xq.index(1 + z1), b_dk, is_async=True)
         t_k = warpgroup_mma(b_dab, m_xq.index(z1), t_k, is_async=True)
         if i == 0 and STATE_FORMAT != "none":
-            b_scale = load_scales(p_h_scale, state, V, TILE_V, MEM128)
+            b_scale = load_scales(p_h_scale, state, V, TILE_V, SLAB)
             m_s.index(1).store((decode(b_c, STATE_FORMAT) * b_scale).to(DTYPE))
         b_dq, b_z, b_dk, b_dab = warpgroup_mma_wait(0, [t_q, t_z, t_k, b_dab])
         b_dbeta += gl.sum(b_z * b_k, axis=1)
@@ -305,13 +308,13 @@ def chunk_backward_kernel(
         b_dg += gl.sum(m_xq.index(1).load(HALF).to(gl.float32) * b_dq + b_k * (b_z - b_dk), axis=1)
         m_xq.index(1).store(b_dq.to(DTYPE))
         m_xq.index(0).store((b_dk + b_z).to(DTYPE))
-        store_rows(m_xq.index(1), p_dq, row, n_rows, i_hv, 64 - 64 * i, HV, K, MEM64)
-        store_rows(m_xq.index(0), p_dk, row, n_rows, i_hv, 64 - 64 * i, HV, K, MEM64)
+        store_rows(m_xq.index(1), p_dq, row, n_rows, i_hv, 64 - 64 * i, HV, K)
+        store_rows(m_xq.index(0), p_dk, row, n_rows, i_hv, 64 - 64 * i, HV, K)
         if i == 0:
-            fetch_rows(m_xq.index(0), p_k, row, n_rows, i_h, 0, H, K, MEM64)
-            fetch_rows(m_xq.index(1), p_q, row, n_rows, i_h, 0, H, K, MEM64)
+            fetch_rows(m_xq.index(0), p_k, row, n_rows, i_h, 0, H, K)
+            fetch_rows(m_xq.index(1), p_q, row, n_rows, i_h, 0, H, K)
             if STATE_FORMAT == "none":
-                fetch_block(m_s.index(1), p_state, V, MEM128)
+                fetch_block(m_s.index(1), p_state, V)
             commit_group()
     last = gl.exp(g_last) * gl.sum(gl.sum(b_state, axis=1), axis=0) + gl.sum(b_last, axis=0)
     b_dg += gl.where(o_row == n_rows - 1, last, 0.0)

@@ -21,17 +21,21 @@ from jlaqat.kernels.hopper_tiles import (
     decode,
     fetch_rows,
     fetch_scores,
+    layout_of,
+    line_layout,
     locate_sequence,
     offsets_of,
+    rows_of,
+    slab_layout,
     store_rows,
     wait_group,
 )
 
 
 @gluon.jit
-def fetch_vector(smem, p, n_rows, STRIDE: gl.constexpr, REPEAT_LAST: gl.constexpr, WARPS: gl.constexpr):
+def fetch_vector(smem, p, n_rows, STRIDE: gl.constexpr, REPEAT_LAST: gl.constexpr):
     """Starts copying [64] float32, one a token; past the end zero, or the last."""
-    o = gl.arange(0, 64, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+    o = gl.arange(0, 64, layout=line_layout(gl.num_warps()))
     if REPEAT_LAST:
         async_load(smem, p + gl.minimum(o, n_rows - 1) * STRIDE, mask=o < n_rows * 64)
     else:
@@ -39,35 +43,43 @@ def fetch_vector(smem, p, n_rows, STRIDE: gl.constexpr, REPEAT_LAST: gl.constexp
 
 
 @gluon.jit
-def fetch_gates(
-    m_g, p_g, row, n_rows, i_hv, state, HV: gl.constexpr, K: gl.constexpr, IS_KDA: gl.constexpr, WARPS: gl.constexpr
-):
+def fetch_w(m_w, m_ws, p_w, p_w_scale, row, n_rows, i_hv, HV: gl.constexpr, FORMAT: gl.constexpr):
+    """Starts copying w of a chunk, or its codes and their scales."""
+    fetch_rows(m_w, p_w, row, n_rows, i_hv, 0, HV, 128)
+    if FORMAT != "none":
+        fetch_vector(m_ws, p_w_scale + row * HV + i_hv, n_rows, HV, False)
+
+
+@gluon.jit
+def fetch_gates(m_g, p_g, row, n_rows, i_hv, state, HV: gl.constexpr, IS_KDA: gl.constexpr):
     """Starts copying G of a chunk, or KDA's e^(G_L)."""
+    K: gl.constexpr = 128
     if IS_KDA:
-        o_k = gl.arange(0, K, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+        o_k = gl.arange(0, K, layout=line_layout(gl.num_warps()))
         async_load(m_g, p_g + state * K + o_k, mask=o_k < n_rows * K)
     else:
-        fetch_vector(m_g, p_g + row * HV + i_hv, n_rows, HV, True, WARPS)
+        fetch_vector(m_g, p_g + row * HV + i_hv, n_rows, HV, True)
 
 
 @gluon.jit
-def last_of(smem, WARPS: gl.constexpr):
+def last_of(smem):
     """The last of 64 numbers."""
-    return gl.sum(smem.slice(63, 1, 0).load(gl.BlockedLayout([1], [32], [WARPS], [0])), axis=0)
+    return gl.sum(smem.slice(63, 1, 0).load(line_layout(gl.num_warps())), axis=0)
 
 
 @gluon.jit
-def prepare_gates(m_g, m_end, m_begin, scale, WARPS: gl.constexpr):
+def prepare_gates(m_g, m_end, m_begin, scale):
     """e^(G_L - G) and scale e^G of a chunk, once for all warps."""
-    b_g = m_g.load(gl.BlockedLayout([1], [32], [WARPS], [0]))
-    m_end.store(gl.exp(last_of(m_g, WARPS) - b_g))
+    b_g = m_g.load(line_layout(gl.num_warps()))
+    m_end.store(gl.exp(last_of(m_g) - b_g))
     m_begin.store(gl.exp(b_g) * scale)
 
 
 @gluon.jit
-def decode_w(m_from, m_to, m_scale, FORMAT: gl.constexpr, SCALED: gl.constexpr, layout: gl.constexpr):
+def decode_w(m_from, m_to, m_scale, FORMAT: gl.constexpr, SCALED: gl.constexpr):
     """w's codes as values, times their rows' scales where SCALED."""
-    ROWS: gl.constexpr = layout.threads_per_warp[0] * layout.warps_per_cta[0]
+    layout: gl.constexpr = layout_of(m_to, gl.num_warps())
+    ROWS: gl.constexpr = rows_of(layout)
     for i in gl.static_range(64 // ROWS):
         b = decode(m_from.slice(i * ROWS, ROWS, 0).load(layout), FORMAT)
         if SCALED:
@@ -76,10 +88,11 @@ def decode_w(m_from, m_to, m_scale, FORMAT: gl.constexpr, SCALED: gl.constexpr, 
 
 
 @gluon.jit
-def store_state(smem, p, V: gl.constexpr, layout: gl.constexpr):
+def store_state(smem, p, V: gl.constexpr):
     """A program's columns of a state."""
-    ROWS: gl.constexpr = layout.threads_per_warp[0] * layout.warps_per_cta[0]
-    _, offsets = offsets_of(smem, V, layout)
+    layout: gl.constexpr = layout_of(smem, gl.num_warps())
+    ROWS: gl.constexpr = rows_of(layout)
+    _, offsets = offsets_of(smem, V)
     for i in gl.static_range(smem.shape[0] // ROWS):
         gl.store(p + i * ROWS * V + offsets, smem.slice(i * ROWS, ROWS, 0).load(layout))
 
@@ -96,28 +109,20 @@ def fetch_forward(
     IS_KDA: gl.constexpr,
     W_FORMAT: gl.constexpr,
     P_WIDTH: gl.constexpr,
-    STAGES: gl.constexpr,
-    MEM_W: gl.constexpr,
-    WARPS: gl.constexpr,
 ):
     """Starts copying what chunk i of a sequence reads; nothing past its end."""
     m_k, m_u, m_q, m_p, m_g, m_w, m_ws = tiles
     p_k, p_u, p_q, p_p, p_g, p_w, p_w_scale = pointers
     row, n_total, state, i_h, i_hv, i_v = place
-    K: gl.constexpr = 128
-    MEM128: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
-    MEM64: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
-    s = i % STAGES
+    s = i % m_k.shape[0]
     row += i * 64
     n_rows = n_total - i * 64
-    fetch_rows(m_w.index(s), p_w, row, n_rows, i_hv, 0, HV, K, MEM_W)
-    if W_FORMAT != "none":
-        fetch_vector(m_ws.index(s), p_w_scale + row * HV + i_hv, n_rows, HV, False, WARPS)
-    fetch_gates(m_g.index(s), p_g, row, n_rows, i_hv, state + i * HV, HV, K, IS_KDA, WARPS)
-    fetch_rows(m_u.index(s), p_u, row, n_rows, i_hv, i_v, HV, V, MEM64)
-    fetch_rows(m_k.index(s), p_k, row, n_rows, i_h, 0, HK, K, MEM128)
-    fetch_rows(m_q.index(s), p_q, row, n_rows, i_h, 0, HK, K, MEM128)
-    fetch_scores(m_p.index(s), p_p, row, n_rows, i_hv, HV, P_WIDTH, MEM64)
+    fetch_w(m_w.index(s), m_ws.index(s), p_w, p_w_scale, row, n_rows, i_hv, HV, W_FORMAT)
+    fetch_gates(m_g.index(s), p_g, row, n_rows, i_hv, state + i * HV, HV, IS_KDA)
+    fetch_rows(m_u.index(s), p_u, row, n_rows, i_hv, i_v, HV, V)
+    fetch_rows(m_k.index(s), p_k, row, n_rows, i_h, 0, HK, 128)
+    fetch_rows(m_q.index(s), p_q, row, n_rows, i_h, 0, HK, 128)
+    fetch_scores(m_p.index(s), p_p, row, n_rows, i_hv, HV, P_WIDTH)
     commit_group()
 
 
@@ -157,9 +162,6 @@ def chunk_state_forward_kernel(
     LEFT_STATE: gl.constexpr = gl.DotOperandLayout(0, VALUE, 2)
     LEFT_VALUE: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
     TOKEN: gl.constexpr = gl.SliceLayout(0, VALUE)
-    MEM128: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
-    MEM64: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
-    MEM_W: gl.constexpr = MEM128 if W_FORMAT == "none" else gl.BlockedLayout([1, 16], [4, 8], [WARPS, 1], [1, 0])
     TILES: gl.constexpr = (V + BV - 1) // BV
 
     pid = gl.program_id(0)
@@ -170,9 +172,9 @@ def chunk_state_forward_kernel(
     i_c, row, n_total = locate_sequence(p_sequences, i_n, T, NT, IS_PACKED)
     m_o = gl.allocate_shared_memory(DTYPE, [64, BV], TILE)  # o on its way out
     if i_n >= N:  # rows past cu_seqlens
-        m_o.store(gl.zeros([64, BV], DTYPE, layout=MEM64))
+        m_o.store(gl.zeros([64, BV], DTYPE, layout=slab_layout(BV, 16, WARPS)))
         for start in range(0, n_total, 64):
-            store_rows(m_o, p_o, row + start, n_total - start, i_hv, i_v, HV, V, MEM64)
+            store_rows(m_o, p_o, row + start, n_total - start, i_hv, i_v, HV, V)
         return
 
     m_k = gl.allocate_shared_memory(DTYPE, [STAGES, 64, K], TILE)
@@ -204,12 +206,12 @@ def chunk_state_forward_kernel(
     pointers = (p_k, p_u, p_q, p_p, p_g, p_w, p_w_scale)
     place = (row, n_total, state, i_h, i_hv, i_v)
     for i in gl.static_range(STAGES - 1):
-        fetch_forward(tiles, pointers, place, i, HK, HV, V, IS_KDA, W_FORMAT, P_WIDTH, STAGES, MEM_W, WARPS)
+        fetch_forward(tiles, pointers, place, i, HK, HV, V, IS_KDA, W_FORMAT, P_WIDTH)
     wait_group(STAGES - 2)
     if W_FORMAT != "none":
-        decode_w(m_w.index(0), m_wd, m_ws.index(0), W_FORMAT, False, MEM128)
+        decode_w(m_w.index(0), m_wd, m_ws.index(0), W_FORMAT, False)
     if not IS_KDA:
-        prepare_gates(m_g.index(0), m_gates.index(0), m_gates.index(1), scale, WARPS)
+        prepare_gates(m_g.index(0), m_gates.index(0), m_gates.index(1), scale)
     fence_async_shared()
 
     for i in range(n_chunks):
@@ -223,10 +225,9 @@ def chunk_state_forward_kernel(
             t_w = warpgroup_mma(b_left, m_wd.permute((1, 0)), b_zero, use_acc=False, is_async=True)
         t_q = warpgroup_mma(b_left, m_q.index(stage).permute((1, 0)), b_zero, use_acc=False, is_async=True)
         # While they run: a later chunk is on its way, the output of the chunk before leaves.
-        later = i + STAGES - 1
-        fetch_forward(tiles, pointers, place, later, HK, HV, V, IS_KDA, W_FORMAT, P_WIDTH, STAGES, MEM_W, WARPS)
+        fetch_forward(tiles, pointers, place, i + STAGES - 1, HK, HV, V, IS_KDA, W_FORMAT, P_WIDTH)
         if i > 0:
-            store_rows(m_o, p_o, row + (i - 1) * 64, 64, i_hv, i_v, HV, V, MEM64)
+            store_rows(m_o, p_o, row + (i - 1) * 64, 64, i_hv, i_v, HV, V)
         b_u = m_u.index(stage).permute((1, 0)).load(VALUE).to(gl.float32)
         b_w, b_left = warpgroup_mma_wait(1, [t_w, b_left])
         if W_FORMAT == "none":
@@ -237,7 +238,7 @@ def chunk_state_forward_kernel(
             b_s = b_s * m_g.index(stage).load(gl.SliceLayout(0, STATE))[None, :]
             b_end = b_v.to(DTYPE)
         else:
-            b_s = b_s * gl.exp(last_of(m_g.index(stage), WARPS))
+            b_s = b_s * gl.exp(last_of(m_g.index(stage)))
             b_end = (b_v * m_gates.index(parity).load(TOKEN)[None, :]).to(DTYPE)
         b_end = gl.convert_layout(b_end, LEFT_VALUE)
         t_s = warpgroup_mma(b_end, m_k.index(stage), b_s, is_async=True)
@@ -247,9 +248,9 @@ def chunk_state_forward_kernel(
         wait_group(STAGES - 2)
         following = (i + 1) % STAGES
         if W_FORMAT != "none":
-            decode_w(m_w.index(following), m_wd, m_ws.index(following), W_FORMAT, False, MEM128)
+            decode_w(m_w.index(following), m_wd, m_ws.index(following), W_FORMAT, False)
         if not IS_KDA:
-            prepare_gates(m_g.index(following), m_gates.index(2 - parity), m_gates.index(3 - parity), scale, WARPS)
+            prepare_gates(m_g.index(following), m_gates.index(2 - parity), m_gates.index(3 - parity), scale)
         fence_async_shared()
         b_s, b_q, b_end = warpgroup_mma_wait(1, [t_s, t_q, b_end])
         b_p, b_vl = warpgroup_mma_wait(0, [t_p, b_vl])
@@ -257,7 +258,7 @@ def chunk_state_forward_kernel(
             b_q = b_q * m_gates.index(parity + 1).load(TOKEN)[None, :]
         m_o.permute((1, 0)).store((b_q + b_p).to(DTYPE))
     if n_chunks > 0:
-        store_rows(m_o, p_o, row + (n_chunks - 1) * 64, n_total - (n_chunks - 1) * 64, i_hv, i_v, HV, V, MEM64)
+        store_rows(m_o, p_o, row + (n_chunks - 1) * 64, n_total - (n_chunks - 1) * 64, i_hv, i_v, HV, V)
     wait_group(0)
     gl.store(p_final + sequence + o_state, b_s)
 
@@ -267,7 +268,6 @@ def fetch_backward(
     tiles,
     pointers,
     place,
-    i,
     done,
     HK: gl.constexpr,
     HV: gl.constexpr,
@@ -275,29 +275,21 @@ def fetch_backward(
     IS_KDA: gl.constexpr,
     W_FORMAT: gl.constexpr,
     P_WIDTH: gl.constexpr,
-    STAGES: gl.constexpr,
-    MEM_V: gl.constexpr,
-    MEM_W: gl.constexpr,
-    WARPS: gl.constexpr,
 ):
-    """Starts copying what chunk i of a sequence reads, `done` chunks after the last; nothing before its start."""
+    """Starts copying what the chunk reads that has `done` after it in its sequence; nothing before its start."""
     m_k, m_p, m_do, m_q, m_g, m_w, m_ws = tiles
     p_k, p_p, p_do, p_q, p_g, p_w, p_w_scale = pointers
-    row, n_total, state, i_h, i_hv, i_v = place
-    K: gl.constexpr = 128
-    MEM128: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
-    MEM64: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
-    s = done % STAGES
+    row, n_total, n_chunks, state, i_h, i_hv, i_v = place
+    i = n_chunks - 1 - done
+    s = done % m_k.shape[0]
     row += i * 64
     n_rows = gl.where(i >= 0, n_total - i * 64, 0)
-    fetch_rows(m_k.index(s), p_k, row, n_rows, i_h, 0, HK, K, MEM128)
-    fetch_scores(m_p.index(s), p_p, row, n_rows, i_hv, HV, P_WIDTH, MEM64)
-    fetch_rows(m_do.index(s), p_do, row, n_rows, i_hv, i_v, HV, V, MEM_V)
-    fetch_rows(m_q.index(s), p_q, row, n_rows, i_h, 0, HK, K, MEM128)
-    fetch_rows(m_w.index(s), p_w, row, n_rows, i_hv, 0, HV, K, MEM_W)
-    if W_FORMAT != "none":
-        fetch_vector(m_ws.index(s), p_w_scale + row * HV + i_hv, n_rows, HV, False, WARPS)
-    fetch_gates(m_g.index(s), p_g, row, n_rows, i_hv, state + i * HV, HV, K, IS_KDA, WARPS)
+    fetch_rows(m_k.index(s), p_k, row, n_rows, i_h, 0, HK, 128)
+    fetch_scores(m_p.index(s), p_p, row, n_rows, i_hv, HV, P_WIDTH)
+    fetch_rows(m_do.index(s), p_do, row, n_rows, i_hv, i_v, HV, V)
+    fetch_rows(m_q.index(s), p_q, row, n_rows, i_h, 0, HK, 128)
+    fetch_w(m_w.index(s), m_ws.index(s), p_w, p_w_scale, row, n_rows, i_hv, HV, W_FORMAT)
+    fetch_gates(m_g.index(s), p_g, row, n_rows, i_hv, state + i * HV, HV, IS_KDA)
     commit_group()
 
 
@@ -335,9 +327,6 @@ def chunk_state_backward_kernel(
     VALUE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 64, 16])  # dv'^T [V, 64]
     LEFT_STATE: gl.constexpr = gl.DotOperandLayout(0, VALUE, 2)
     LEFT_VALUE: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
-    MEM128: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
-    MEM_V: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BV, BV // 8], [WARPS, 1], [1, 0])
-    MEM_W: gl.constexpr = MEM128 if W_FORMAT == "none" else gl.BlockedLayout([1, 16], [4, 8], [WARPS, 1], [1, 0])
     TILES: gl.constexpr = (V + BV - 1) // BV
 
     pid = gl.program_id(0)
@@ -372,17 +361,14 @@ def chunk_state_backward_kernel(
 
     tiles = (m_k, m_p, m_do, m_q, m_g, m_w, m_ws)
     pointers = (p_k, p_p, p_do, p_q, p_g, p_w, p_w_scale)
-    place = (row, n_total, state, i_h, i_hv, i_v)
+    place = (row, n_total, n_chunks, state, i_h, i_hv, i_v)
     for j in gl.static_range(STAGES - 1):
-        fetch_backward(
-            tiles, pointers, place, n_chunks - 1 - j, j,
-            HK, HV, V, IS_KDA, W_FORMAT, P_WIDTH, STAGES, MEM_V, MEM_W, WARPS,
-        )  # fmt: skip
+        fetch_backward(tiles, pointers, place, j, HK, HV, V, IS_KDA, W_FORMAT, P_WIDTH)
     wait_group(STAGES - 2)
     if W_FORMAT != "none":
-        decode_w(m_w.index(0), m_wd, m_ws.index(0), W_FORMAT, True, MEM128)
+        decode_w(m_w.index(0), m_wd, m_ws.index(0), W_FORMAT, True)
     if not IS_KDA:
-        prepare_gates(m_g.index(0), m_gates.index(0), m_gates.index(1), scale, WARPS)
+        prepare_gates(m_g.index(0), m_gates.index(0), m_gates.index(1), scale)
     fence_async_shared()
 
     for done in range(n_chunks):
@@ -398,18 +384,14 @@ def chunk_state_backward_kernel(
         if IS_KDA:
             b_ds = b_ds * m_g.index(stage).load(gl.SliceLayout(0, STATE))[None, :]
         else:
-            b_ds = b_ds * gl.exp(last_of(m_g.index(stage), WARPS))
+            b_ds = b_ds * gl.exp(last_of(m_g.index(stage)))
             b_begin = m_gates.index(1).load(gl.SliceLayout(0, LEFT_VALUE))
             b_doq = (b_doq.to(gl.float32) * b_begin[None, :]).to(DTYPE)
         t_d = warpgroup_mma(b_doq, m_q.index(stage), b_ds, is_async=True)
         # While they run: dS leaves, a later chunk is on its way.
-        later = done + STAGES - 1
-        fetch_backward(
-            tiles, pointers, place, n_chunks - 1 - later, later,
-            HK, HV, V, IS_KDA, W_FORMAT, P_WIDTH, STAGES, MEM_V, MEM_W, WARPS,
-        )  # fmt: skip
+        fetch_backward(tiles, pointers, place, done + STAGES - 1, HK, HV, V, IS_KDA, W_FORMAT, P_WIDTH)
         m_s.permute((1, 0)).store(b_h)
-        store_state(m_s, p_dh + (state + i * HV) * (K * V) + i_v, V, MEM_V)
+        store_state(m_s, p_dh + (state + i * HV) * (K * V) + i_v, V)
         b_k, b_p, b_left, b_do = warpgroup_mma_wait(1, [t_k, t_p, b_left, b_do])
         if not IS_KDA:
             b_k = b_k * m_gates.index(0).load(gl.SliceLayout(0, VALUE))[None, :]
@@ -421,14 +403,14 @@ def chunk_state_backward_kernel(
             t_d = warpgroup_mma(b_minus, m_wd, t_d, is_async=True)
         # While it runs: dv' leaves.
         m_v.permute((1, 0)).store(b_dv)
-        store_rows(m_v, p_dv_new, row + i * 64, n_total - i * 64, i_hv, i_v, HV, V, MEM_V)
+        store_rows(m_v, p_dv_new, row + i * 64, n_total - i * 64, i_hv, i_v, HV, V)
         wait_group(STAGES - 2)
         b_ds, b_doq, b_minus = warpgroup_mma_wait(0, [t_d, b_doq, b_minus])
         following = (done + 1) % STAGES
         if W_FORMAT != "none":
-            decode_w(m_w.index(following), m_wd, m_ws.index(following), W_FORMAT, True, MEM128)
+            decode_w(m_w.index(following), m_wd, m_ws.index(following), W_FORMAT, True)
         if not IS_KDA:
-            prepare_gates(m_g.index(following), m_gates.index(0), m_gates.index(1), scale, WARPS)
+            prepare_gates(m_g.index(following), m_gates.index(0), m_gates.index(1), scale)
         fence_async_shared()
     wait_group(0)
     gl.store(p_dinitial + sequence + o_state, b_ds)

@@ -5,6 +5,7 @@ in registers. What a thread writes to shared memory itself, asynchronous copies 
 `fence_async_shared` and a barrier; the compiler places the barriers.
 """
 
+from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -62,23 +63,50 @@ def locate_sequence(p_sequences, i_n, T, NT, IS_PACKED: gl.constexpr):
 # ------------------------------------------------------------------ memory to shared memory and back
 #
 # Loops over slabs, as many rows as the program's threads cover at once: a thread's addresses in a tile then differ by
-# constants, which take no registers. `layout` names how threads lie on a slab.
+# constants, which take no registers.
+
+
+@constexpr_function
+def slab_layout(columns, bits, warps):
+    """How threads lie on a slab of so many columns: 16 bytes each, row after row. bits: of an element."""
+    lanes = columns * bits // 128
+    return gl.BlockedLayout([1, 128 // bits], [32 // lanes, lanes], [warps, 1], [1, 0])
+
+
+@constexpr_function
+def layout_of(smem, warps):
+    """That of a tile's slabs."""
+    return slab_layout(smem.shape[1], smem.dtype.primitive_bitwidth, warps)
+
+
+@constexpr_function
+def rows_of(layout):
+    """Rows of a slab."""
+    return layout.threads_per_warp[0] * layout.warps_per_cta[0]
+
+
+@constexpr_function
+def line_layout(warps):
+    """How threads lie on one number a token, or a channel."""
+    return gl.BlockedLayout([1], [32], [warps], [0])
 
 
 @gluon.jit
-def offsets_of(smem, STRIDE: gl.constexpr, layout: gl.constexpr):
-    """(rows of a slab, offsets of its elements in memory)."""
-    ROWS: gl.constexpr = layout.threads_per_warp[0] * layout.warps_per_cta[0]
+def offsets_of(smem, STRIDE: gl.constexpr):
+    """(numbers of a slab's rows [rows], offsets of its elements in memory)."""
+    layout: gl.constexpr = layout_of(smem, gl.num_warps())
+    ROWS: gl.constexpr = rows_of(layout)
     o_t = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     o_d = gl.arange(0, smem.shape[1], layout=gl.SliceLayout(0, layout))
     return o_t, o_t[:, None] * STRIDE + o_d[None, :]
 
 
 @gluon.jit
-def fetch_rows(smem, p, row, n_rows, i_h, i_d, NH: gl.constexpr, D: gl.constexpr, layout: gl.constexpr):
+def fetch_rows(smem, p, row, n_rows, i_h, i_d, NH: gl.constexpr, D: gl.constexpr):
     """Starts copying columns i_d.. of head i_h, rows row.. of [rows, NH, D], into a tile; zero past n_rows."""
-    ROWS: gl.constexpr = layout.threads_per_warp[0] * layout.warps_per_cta[0]
-    o_t, offsets = offsets_of(smem, NH * D, layout)
+    layout: gl.constexpr = layout_of(smem, gl.num_warps())
+    ROWS: gl.constexpr = rows_of(layout)
+    o_t, offsets = offsets_of(smem, NH * D)
     p_rows = p + (row * NH + i_h) * D + i_d
     for i in gl.static_range(smem.shape[0] // ROWS):
         mask = (o_t < n_rows - i * ROWS)[:, None]
@@ -87,10 +115,11 @@ def fetch_rows(smem, p, row, n_rows, i_h, i_d, NH: gl.constexpr, D: gl.constexpr
 
 
 @gluon.jit
-def store_rows(smem, p, row, n_rows, i_h, i_d, NH: gl.constexpr, D: gl.constexpr, layout: gl.constexpr):
+def store_rows(smem, p, row, n_rows, i_h, i_d, NH: gl.constexpr, D: gl.constexpr):
     """The reverse of `fetch_rows`."""
-    ROWS: gl.constexpr = layout.threads_per_warp[0] * layout.warps_per_cta[0]
-    o_t, offsets = offsets_of(smem, NH * D, layout)
+    layout: gl.constexpr = layout_of(smem, gl.num_warps())
+    ROWS: gl.constexpr = rows_of(layout)
+    o_t, offsets = offsets_of(smem, NH * D)
     p_rows = p + (row * NH + i_h) * D + i_d
     for i in gl.static_range(smem.shape[0] // ROWS):
         mask = (o_t < n_rows - i * ROWS)[:, None]
@@ -99,8 +128,10 @@ def store_rows(smem, p, row, n_rows, i_h, i_d, NH: gl.constexpr, D: gl.constexpr
 
 
 @gluon.jit
-def blocks_of(ROWS: gl.constexpr, layout: gl.constexpr):
-    """Of rows [ROWS, 1] and columns [1, 64]: their numbers, and the first of their blocks of 16. See chunks.py."""
+def blocks_of(smem):
+    """Numbers of a slab's rows [rows, 1] and columns [1, 64], and the first of their blocks of 16 (chunks.py)."""
+    layout: gl.constexpr = layout_of(smem, gl.num_warps())
+    ROWS: gl.constexpr = rows_of(layout)
     gl.static_assert(ROWS % 16 == 0)
     o_t = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))[:, None]
     o_d = gl.arange(0, 64, layout=gl.SliceLayout(0, layout))[None, :]
@@ -108,13 +139,14 @@ def blocks_of(ROWS: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def fetch_scores(smem, p, row, n_rows, i_h, NH: gl.constexpr, WIDTH: gl.constexpr, layout: gl.constexpr):
+def fetch_scores(smem, p, row, n_rows, i_h, NH: gl.constexpr, WIDTH: gl.constexpr):
     """Starts copying P, as chunks.load_scores loads it."""
     if WIDTH == 64:
-        fetch_rows(smem, p, row, n_rows, i_h, 0, NH, 64, layout)
+        fetch_rows(smem, p, row, n_rows, i_h, 0, NH, 64)
     else:
-        ROWS: gl.constexpr = layout.threads_per_warp[0] * layout.warps_per_cta[0]
-        o_t, o_d, _, block_d = blocks_of(ROWS, layout)
+        layout: gl.constexpr = layout_of(smem, gl.num_warps())
+        ROWS: gl.constexpr = rows_of(layout)
+        o_t, o_d, _, block_d = blocks_of(smem)
         offsets = o_t * (NH * WIDTH) + o_d
         p_rows = p + (row * NH + i_h) * WIDTH
         for i in gl.static_range(64 // ROWS):
@@ -124,15 +156,16 @@ def fetch_scores(smem, p, row, n_rows, i_h, NH: gl.constexpr, WIDTH: gl.constexp
 
 
 @gluon.jit
-def fetch_inverse(smem, p, row, n_rows, i_h, NH: gl.constexpr, WIDTH: gl.constexpr, layout: gl.constexpr):
+def fetch_inverse(smem, p, row, n_rows, i_h, NH: gl.constexpr, WIDTH: gl.constexpr):
     """Starts copying X, as chunks.load_inverse loads it. Below the diagonal the next slab lies in the same rows of
     memory, ROWS columns further on: a thread's addresses differ by constants there too."""
     if WIDTH == 64:
-        fetch_rows(smem, p, row, n_rows, i_h, 0, NH, 64, layout)
+        fetch_rows(smem, p, row, n_rows, i_h, 0, NH, 64)
     else:
-        ROWS: gl.constexpr = layout.threads_per_warp[0] * layout.warps_per_cta[0]
+        layout: gl.constexpr = layout_of(smem, gl.num_warps())
+        ROWS: gl.constexpr = rows_of(layout)
         STRIDE: gl.constexpr = NH * WIDTH
-        o_t, o_d, block_t, block_d = blocks_of(ROWS, layout)
+        o_t, o_d, block_t, block_d = blocks_of(smem)
         diagonal = o_t * STRIDE + 64 + o_d % 16
         below = (block_d + o_t % 16) * STRIDE + block_t + o_d % 16
         p_rows = p + (row * NH + i_h) * WIDTH
@@ -144,10 +177,11 @@ def fetch_inverse(smem, p, row, n_rows, i_h, NH: gl.constexpr, WIDTH: gl.constex
 
 
 @gluon.jit
-def fetch_block(smem, p, STRIDE: gl.constexpr, layout: gl.constexpr):
+def fetch_block(smem, p, STRIDE: gl.constexpr):
     """Starts copying rows STRIDE apart: a block of a state."""
-    ROWS: gl.constexpr = layout.threads_per_warp[0] * layout.warps_per_cta[0]
-    _, offsets = offsets_of(smem, STRIDE, layout)
+    layout: gl.constexpr = layout_of(smem, gl.num_warps())
+    ROWS: gl.constexpr = rows_of(layout)
+    _, offsets = offsets_of(smem, STRIDE)
     for i in gl.static_range(smem.shape[0] // ROWS):
         async_load(smem.slice(i * ROWS, ROWS, 0), p + i * ROWS * STRIDE + offsets)
 

@@ -26,17 +26,19 @@ VECTOR = 8
 
 
 class Tile:
-    """Shared memory, read as the copies leave it."""
+    """Shared memory of 16-bit elements, as the copies leave it."""
+
+    shape, dtype = (64, 64), types.SimpleNamespace(primitive_bitwidth=16)
 
     def __init__(self):
-        self.array, self.shape = np.full((64, 64), np.nan), (64, 64)
+        self.array = np.full(self.shape, np.nan)
 
     def slice(self, start, length, dim):
         assert dim == 0
         return self.array[start : start + length]
 
 
-def copies_of(memory):
+def copies_of(memory, warps):
     """hopper_tiles' functions as Python runs them, pointers being offsets into `memory`."""
 
     def async_load(tile, offsets, mask):
@@ -54,6 +56,10 @@ def copies_of(memory):
         where=np.where,
         static_range=range,
         static_assert=static_assert,
+        num_warps=lambda: warps,
+        BlockedLayout=lambda size, threads, warps, order: types.SimpleNamespace(
+            threads_per_warp=threads, warps_per_cta=warps
+        ),
         SliceLayout=lambda dim, parent: None,
     )
     names = {"gl": gl, "async_load": async_load}
@@ -69,12 +75,12 @@ def copies_of(memory):
 def test_scores_and_inverse_come_from_where_they_lie(width, n_rows, warps):
     """Of a middle head, at an odd row, from memory that is NaN wherever nothing of them lies."""
     p, x = torch.randn(2, n_rows, 64, generator=torch.Generator().manual_seed(n_rows), dtype=torch.float64).tril()
-    row, layout = 5, types.SimpleNamespace(threads_per_warp=[4, 8], warps_per_cta=[warps, 1])
+    row = 5
     kept = {"fetch_scores": p, "fetch_inverse": x}
     for name, expected in kept.items():
         memory = np.full((row + n_rows + 7, HEADS, width), np.nan)
         memory[row : row + n_rows, HEAD] = oracle.x_in_p(p, x) if width == 80 else expected
         tile = Tile()
-        copies_of(memory.reshape(-1))[name](tile, 0, row, n_rows, HEAD, HEADS, width, layout)
+        copies_of(memory.reshape(-1), warps)[name](tile, 0, row, n_rows, HEAD, HEADS, width)
         np.testing.assert_array_equal(tile.array[:n_rows], expected.numpy(), err_msg=name)
         np.testing.assert_array_equal(tile.array[n_rows:], 0.0, err_msg=name)
