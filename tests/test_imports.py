@@ -32,6 +32,7 @@ PART_OF: dict[str, str] = {
     "calibration": "quantizers",
     "quantizer_report": "quantizers",
     "blocks": "layers",
+    "delta_layer": "layers",
     "attention": "layers",
     "weights": "layers",
     "generation": "model",
