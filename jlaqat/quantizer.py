@@ -32,13 +32,21 @@ class QuantizerVariable(nnx.Variable):
     """An array that belongs to a quantizer: static scales, counters, statistics. Never trained."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Label:
+    """A quantizer's name, for messages. All labels are equal: layers that differ in theirs alone are still stacked."""
+
+    text: str = dataclasses.field(compare=False)
+
+
 class Quantizer(nnx.Module):
     """One named quantizer. It holds its setting and arrays; the rounding happens inside `quantized_delta_rule`.
 
     Static attributes, fixed by the owner: `site` ("state" or "w"), `num_heads` (value heads), `key_dim`, `value_dim`.
     Set by `quantize` and friends: `spec` (None: never configured), `enabled`, `source` (the quant_cfg entry that set
-    it), `frozen` (calibration leaves its scales alone), `observing`; on state quantizers `decode` and `decode_source`
-    (the module's decode policy without its format, and the entry that set it; see `policy`).
+    it), `label` (its name in that model), `frozen` (calibration leaves its scales alone), `observing`; on state
+    quantizers `decode` and `decode_source` (the module's decode policy without its format, and the entry that set it;
+    see `policy`).
     Variables (in stacked layers, under `nnx.vmap` and `nnx.scan`, each has leading layer dimensions):
       counter: uint32 [2], (step, layer): keys of stochastic rounding.
       amax: float32, static scales in the shape of `amax_shape`; None until calibrated.
@@ -52,6 +60,7 @@ class Quantizer(nnx.Module):
         self.spec: QuantSpec | None = None
         self.enabled, self.observing, self.frozen = False, False, False
         self.source: str | None = None
+        self.label = Label(f"the {site} quantizer")
         self.decode: Fields | None = None
         self.decode_source: str | None = None
         self.counter = QuantizerVariable(jnp.zeros((2,), jnp.uint32))
@@ -90,16 +99,14 @@ class Quantizer(nnx.Module):
         """The spec to round with now. Raises ValueError for a static scale that was never calibrated."""
         spec = self._spec()
         if self.stack:
-            raise ValueError(
-                f"a {self.site} quantizer of {self.stack} stacked layers was called; scan over the layers."
-            )
+            raise ValueError(f"{self.label.text}, of {self.stack} stacked layers, was called; scan over the layers.")
         if not self.static or self.amax is not None:
             return spec
         if self.observing:  # the first calibration: round as dynamic scales would
             return dataclasses.replace(spec, scale="dynamic", gradient="identity")
         raise ValueError(
-            f"the {self.site} quantizer set by {self.source} has a static scale that was never calibrated; call "
-            "jlaqat.calibrate(model, forward, batches), or give type: dynamic. jlaqat.summary(model) names it."
+            f"{self.label.text}, set by {self.source}, has a static scale that was never calibrated; call "
+            "jlaqat.calibrate(model, forward, batches), or give type: dynamic."
         )
 
     def start_observing(self) -> None:
@@ -149,13 +156,14 @@ def quantized_delta_rule(
     Where a rule gave the module a decode policy this is `jlaqat.delta_rule_decode` instead, which needs prefix_lengths
     (and takes `lengths`; without a policy both are left unread); final_state is then None.
 
-    Raises ValueError naming the quantizer's quant_cfg entry where a static scale or prefix_lengths are missing.
+    Raises ValueError naming the quantizer and its quant_cfg entry where a static scale or prefix_lengths are missing.
     """
     if state_quantizer is not None and state_quantizer.policy is not None:
         if prefix_lengths is None:
             raise ValueError(
-                f"{state_quantizer.decode_source} set a decode policy, which needs to know where decoding starts; pass "
-                "prefix_lengths: the tokens of each sequence that run chunk by chunk, 0 to decode all of them."
+                f"{state_quantizer.label.text}: {state_quantizer.decode_source} set a decode policy, which needs to "
+                "know where decoding starts; pass prefix_lengths: the tokens of each sequence that run chunk by chunk, "
+                "0 to decode all of them."
             )
         o, _ = quantized_decode(
             state_quantizer,
@@ -216,8 +224,8 @@ def quantized_decode(
     active = {site: x for site, x in pair.items() if x is not None and x.enabled}
     if any(x.observing for x in active.values()):
         raise NotImplementedError(
-            f"{state_quantizer.decode_source} set a decode policy, under which no statistics are gathered; calibrate "
-            "and observe with a quant_cfg without module_name entries."
+            f"{state_quantizer.label.text}: {state_quantizer.decode_source} set a decode policy, under which no "
+            "statistics are gathered; calibrate and observe with a quant_cfg without module_name entries."
         )
     w = active["w"].rounding() if "w" in active else None
     return delta_rule_decode(q, k, v, g, beta, state, quant=policy, w=w, quant_arrays=_quant_arrays(active), **options)
@@ -271,11 +279,14 @@ def per_layer_names(name: str, quantizer: Quantizer) -> Iterator[tuple[tuple[int
 def number_layers(quantizers: Mapping[str, Quantizer]) -> None:
     """Write every layer's index into its counters, in order of execution, the same for stacked and unrolled layers.
 
+    And every quantizer's name into its label.
+
     A handle of L stacked layers stands for L of them: with P such handles in the scanned unit, the one at position j
     holds the indices first + j, first + j + P, first + j + 2P, …
     """
     units: dict[tuple[str, tuple[int, ...]], dict[str, list[Quantizer]]] = {}
     for name, quantizer in quantizers.items():
+        quantizer.label = Label(name)
         owner = name.removesuffix(f"_{quantizer.site}_quantizer")  # the quantizers of one layer share its index
         # Stacked layers below one attribute are scanned together; a layer of its own is a unit of one.
         unit = owner.partition(".")[0] if quantizer.stack else owner

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from jlaqat import ops, quantizers
+from jlaqat.quantizer import Label
 from jlaqat.quantizers import (
     Quantizer,
     QuantizerVariable,
@@ -189,10 +190,18 @@ def test_strip_leaves_a_plain_model_with_plain_weights(model):
 
 def test_a_static_scale_without_calibration_says_so(model):
     quantize(model, load_recipe("state_fp8_static"))
-    with pytest.raises(
-        ValueError, match=r"state quantizer set by quant_cfg\[0\] .* never calibrated; call jlaqat\.calibrate"
-    ):
+    words = r"layers\.0\.mixer\.gdn_state_quantizer, set by quant_cfg\[0\] .* never calibrated; call jlaqat\.calibrate"
+    with pytest.raises(ValueError, match=words):
         model(tiny.batch())
+
+
+def test_names_keep_no_layers_apart(model):
+    """Labels are for messages alone: layers that differ in nothing else are stacked, and compiled once."""
+    quantize(model, STATES)
+    first, second = (nnx.clone(model.layers[0].mixer.gdn_state_quantizer) for _ in range(2))
+    second.label = Label("layers.7.mixer.gdn_state_quantizer")
+    assert first.label.text != second.label.text
+    assert nnx.graphdef(first) == nnx.graphdef(second) and hash(nnx.graphdef(first)) == hash(nnx.graphdef(second))
 
 
 @pytest.mark.parametrize("name", [n.removeprefix("recipes/") for n in list_configs() if n.startswith("recipes/")])
@@ -267,7 +276,9 @@ def test_single_layers_of_a_stack_cannot_be_set():
 
 def test_a_stacked_quantizer_called_outside_its_scan_says_so():
     stacked = quantize(tiny.Stacked(2), STATES)
-    with pytest.raises(ValueError, match=r"2,\) stacked layers was called; scan over the layers"):
+    with pytest.raises(
+        ValueError, match=r"layers\.gdn_state_quantizer, of \(2,\) stacked layers, was called; scan over"
+    ):
         find_quantizers(stacked)["layers.gdn_state_quantizer"].rounding()
 
 
