@@ -185,8 +185,8 @@ def check_model_sizes(
     if sizes.vocab_size:
         if (vocab_size or 0) < sizes.vocab_size:
             raise DataConfigError(
-                f"model.vocab_size={vocab_size} does not fit {section}.task={config.task!r}, whose token ids run from 0 "
-                f"to {sizes.vocab_size - 1}; set model.vocab_size={sizes.vocab_size} or more."
+                f"model.vocab_size={vocab_size} does not fit {section}.task={config.task!r}, whose token ids run from "
+                f"0 to {sizes.vocab_size - 1}; set model.vocab_size={sizes.vocab_size} or more."
             )
     elif (input_size, output_size) != (sizes.input_size, sizes.output_size):
         raise DataConfigError(
