@@ -45,7 +45,7 @@ PART_OF: dict[str, str] = {
     "compile_cache": "triton_backend",
     "kernel_calls": "triton_backend",
     **dict.fromkeys(("checks", "observe", "backends", "op_shards"), "ops"),
-    **dict.fromkeys(("decode", "decode_checks", "decode_replay_triton", "decode_triton"), "ops"),
+    **dict.fromkeys(("decode", "decode_checks", "decode_counters", "decode_replay_triton", "decode_triton"), "ops"),
     **dict.fromkeys(("decode_carry", "decode_scan", "decode_reference"), "chunked"),
     "decode_policy": "spec",
     "arithmetic": "rounding",
