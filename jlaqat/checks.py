@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from typing import Any
 
@@ -48,6 +49,8 @@ def check_operands(q: Any, k: Any, v: Any, g: Any, beta: Any) -> None:
     (B, T, H, K), (HV, V) = k.shape, v.shape[2:]
     if v.shape[:2] != (B, T):
         raise ValueError(f"v is {describe(v)} but k is {describe(k)}; batch and tokens [B, T] must agree.")
+    if B < 1:
+        raise ValueError(f"k is {describe(k)}; a batch must have at least one sequence (B ≥ 1). Skip empty batches.")
     if min(H, K, HV, V) < 1:
         raise ValueError(f"k is {describe(k)} and v is {describe(v)}; heads and head dimensions must be at least 1.")
     if HV % H:
@@ -166,6 +169,8 @@ def check_token_axis(quant: DeltaQuant | DecodePolicy, **operands: Any) -> None:
 def check_scale(scale: Any, K: int) -> float:
     if scale is None:
         return float(K**-0.5)
-    if not isinstance(scale, numbers.Real):
-        raise ValueError(f"scale={scale!r} must be a Python number, static under jit; multiply q by an array instead.")
+    if not isinstance(scale, numbers.Real) or not math.isfinite(scale):
+        raise ValueError(
+            f"scale={scale!r} must be a finite Python number, static under jit; multiply q by an array instead."
+        )
     return float(scale)

@@ -44,7 +44,7 @@ from jlaqat.pairs import (
     unit_lower_inverse,
 )
 from jlaqat.shards import vary_over, varying_axes
-from jlaqat.spec import DeltaQuant, QuantArrays
+from jlaqat.spec import MIN_LOG_DECAY, DeltaQuant, QuantArrays
 
 Array = jax.Array
 BLOCK_MATRICES = 16  # [64, 64] matrices of a block on CPUs, counted over sequences, heads and chunks: a core's cache
@@ -95,7 +95,12 @@ def delta_rule_chunked(inputs: Inputs, cu_seqlens: Array | None, quant: DeltaQua
     """(o [B, T, HV, V] in v's dtype, final_state [N, HV, K, V]). Arguments are taken as valid: see `ops.delta_rule`."""
     if inputs.k.shape[1] == 0:
         return no_tokens(inputs, cu_seqlens, quant, arrays)
-    return _delta_rule(quant, scale, inputs, cu_seqlens, arrays)
+    return _delta_rule(quant, scale, bound_decay(inputs), cu_seqlens, arrays)
+
+
+def bound_decay(inputs: Inputs) -> Inputs:
+    """g from `MIN_LOG_DECAY` up. Below it decay forgets everything (and has no gradient), which sums must outlive."""
+    return inputs._replace(g=jnp.maximum(inputs.g, jnp.asarray(MIN_LOG_DECAY, inputs.g.dtype)))
 
 
 def no_tokens(inputs: Inputs, cu_seqlens: Array | None, quant: DeltaQuant, arrays: QuantArrays):

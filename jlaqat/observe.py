@@ -27,7 +27,7 @@ def observe(
         initial = _initial_stats(inputs, quant, arrays)["state"]
         (o, final_state), _, stats = recurrent.run(quant, scale, inputs, cu_seqlens, arrays, initial)
         return o, final_state, {"state": stats, "w": None}
-    (o, final_state), residuals = chunked.forward(quant, scale, inputs, cu_seqlens, arrays)
+    (o, final_state), residuals = chunked.forward(quant, scale, chunked.bound_decay(inputs), cu_seqlens, arrays)
     before, after = _initial_stats(inputs, quant, arrays), _chunk_stats(residuals, quant, scale)
     return o, final_state, {site: _merge(before[site], after[site]) for site in before}
 

@@ -42,10 +42,11 @@ def delta_rule(
     S ← Diag(e^g)·S; S ← S + k (β (v − Sᵀk))ᵀ; o = scale·Sᵀq. The work is done in chunks of 64 tokens.
 
     Args:
-      q, k: [B, T, H, K] in one of float32, bfloat16, float16, float64 (under x64). Normalise k (and q) beforehand.
+      q, k: [B, T, H, K], B ≥ 1, T ≥ 0, in one of float32, bfloat16, float16, float64 (under x64). Normalise k (and q)
+        beforehand.
       v: [B, T, HV, V] in the same dtype; HV a multiple of H, and value head hv reads key head hv // (HV/H).
       g: log decay, natural log, ≤ 0, float32. [B, T, HV]: one gate a value head (GDN);
-        [B, T, HV, K]: one a key channel (KDA).
+        [B, T, HV, K]: one a key channel (KDA). Below -88 it counts as -88, so -1e9 or -inf resets a state.
       beta: [B, T, HV] write strength in (0, 1), or (0, 2).
       scale: of q; a Python number, K^−½ unless given.
       initial_state: [N, HV, K, V], zeros unless given; N sequences: B, or len(cu_seqlens) − 1.

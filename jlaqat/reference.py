@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jlaqat import sites
-from jlaqat.spec import CHUNK_SIZE, DeltaQuant, QuantArrays
+from jlaqat.spec import CHUNK_SIZE, MIN_LOG_DECAY, DeltaQuant, QuantArrays
 
 Array = jax.Array
 NO_QUANT, NO_ARRAYS = DeltaQuant(), QuantArrays()
@@ -196,7 +196,7 @@ def intra_chunk(x: Operands, scale: float) -> tuple[Array, ...]:
     """Steps 1 to 3, which need no state: G, E, P, X, u and w before its rounding."""
     q, k, v, g, beta = x
     n = k.shape[2]
-    G = jnp.cumsum(g, axis=2)
+    G = jnp.cumsum(jnp.maximum(g, MIN_LOG_DECAY), axis=2)
     # Subtract and mask before exp: exp first gives inf·0, and e^(−G) alone overflows.
     difference = G[:, :, :, None] - G[:, :, None]
     below = jnp.broadcast_to(np.tril(np.ones((n, n), bool))[..., None], difference.shape)

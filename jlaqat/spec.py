@@ -13,6 +13,9 @@ from typing import Any, NamedTuple
 CHUNK_SIZE = 64
 """Tokens in a chunk: the distance between two state roundings of the chunked kernels."""
 
+MIN_LOG_DECAY = -88.0
+"""Log decays below count as this: e^-88 is 0 in float32, and a sum that held -1e9 would have no digits for the rest."""
+
 BLOCK_V_CHOICES = (16, 32, 64, 128)
 
 

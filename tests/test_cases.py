@@ -103,6 +103,21 @@ def test_case_5_decay_of_every_size_in_one_chunk(gate, backend):
 
 
 @over_backends
+@over_gates
+@pytest.mark.parametrize("reset", [-1e4, -1e30, -np.inf])
+def test_gates_that_reset_the_state_leave_later_gates_their_digits(gate, backend, reset):
+    """A sum of log decays that holds -1e30 has no room for -0.1: outputs were off by twice their size."""
+    x = make_inputs(5, gate=gate, decay=(0.01, 1.0), **SMALL)
+    x["g"][:, [3, 40, 41, 70]] = reset
+    (o, final_state), _ = check(x, backend)
+    with jax.enable_x64(True):
+        wanted = reference.delta_rule_tokens(**{name: jnp.asarray(a, jnp.float64) for name, a in x.items()})
+        wanted = jax.tree.map(np.asarray, wanted)
+    assert_close(o, wanted[0], 1e-5, "o")
+    assert_close(final_state, wanted[1], 1e-5, "final_state")
+
+
+@over_backends
 def test_case_6_kda_with_grouped_heads(backend):
     assert SMALL["HV"] == 2 * SMALL["H"]
     check(make_inputs(6, gate="kda", **SMALL), backend)

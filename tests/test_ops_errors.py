@@ -27,6 +27,11 @@ CASES = {
         "float32, float32 and bfloat16.*share one dtype",
     ),
     "q and k": (X | {"q": X["q"][..., :4]}, {}, r"q is float32\[2, 5, 2, 4\] and k is float32\[2, 5, 2, 8\]"),
+    "empty batch": (
+        X | {k: v[:0] for k, v in X.items()},
+        {},
+        r"k is float32\[0, 5, 2, 8\]; a batch must have at least",
+    ),
     "tokens": (X | {"v": X["v"][:, :4]}, {}, r"v is float32\[2, 4, 4, 6\] but k is"),
     "grouping": (X | {"v": X["v"][:, :, :3]}, {}, "HV=3 heads and k has H=2; HV must be a multiple of H"),
     "g": (
@@ -57,7 +62,8 @@ CASES = {
         {"backend": "cuda"},
         "backend='cuda' is unknown; choose one of 'auto', 'xla', 'recurrent', 'reference', 'triton'",
     ),
-    "scale": (X, {"scale": "big"}, "scale='big' must be a Python number"),
+    "scale": (X, {"scale": "big"}, "scale='big' must be a finite Python number"),
+    "scale nan": (X, {"scale": float("nan")}, "scale=nan must be a finite Python number"),
     "quant type": (X, {"quant": QuantSpec.fp8()}, "is a QuantSpec; give a DeltaQuant"),
     "quant dict": (X, {"quant": {"state": "fp8"}}, "is a dict; give a DeltaQuant"),
     "arrays type": (X, {"quant_arrays": {"step": 1}}, "quant_arrays is a dict; give a QuantArrays"),
