@@ -34,15 +34,20 @@ class Kept(NamedTuple):
     ring: tuple[Array, Array, Array]  # k, r, g as `DecodeCarry` has them
     cursor: Array  # [N] int32, for which kernels return nothing: it counts sequences, and they vary with heads
     counters: Array | None  # [N, HV, 4] int32, for stochastic rounding: see `decode_counters`
+    residual: Array | None  # [N, HV, K, V] float32, with error feedback
+
+    @property
+    def state(self) -> Any:
+        return as_kept(self.stored)._replace(lost=self.residual)
 
 
-ROLES: Any = Kept(*("rows", "tokens", "sequences", "rows"))  # type: ignore[arg-type]  # see kernel_calls.HEAD_AXIS
+ROLES: Any = Kept(*("rows", "tokens", "sequences", "rows", "rows"))  # type: ignore[arg-type]  # see kernel_calls.HEAD_AXIS
 
 
 def kept_of(carry: DecodeCarry, counters: Array | None) -> Kept:
     assert carry.ring_k is not None and carry.ring_r is not None and carry.ring_g is not None
     ring = (carry.ring_k, carry.ring_r, carry.ring_g)
-    return Kept(Stored(carry.values, carry.scale), ring, carry.cursor, counters)
+    return Kept(Stored(carry.values, carry.scale), ring, carry.cursor, counters, carry.residual)
 
 
 def decode_replay(
@@ -63,18 +68,20 @@ def decode_replay(
     """
     kept = kept_of(carry, counters_of(policy, carry.position, inputs.v.shape[2], arrays))
     target = target_of(portable=portable)
-    o, (values, values_scale), (k, r, g) = _decode(target, policy, scale, inputs, jax.lax.stop_gradient(kept), span)
+    kept = jax.lax.stop_gradient(kept)
+    o, (values, values_scale), (k, r, g), residual = _decode(target, policy, scale, inputs, kept, span)
     bounds = bounds_of(span, *inputs.k.shape[:2])
     count = inputs.k.shape[1] if bounds is None else bounds.count
     position, cursor = carry.position + count, (carry.cursor + count) % policy.ring_length
-    after = dict(values=values, scale=values_scale, ring_k=k, ring_r=r, ring_g=g, position=position, cursor=cursor)
-    return o, dataclasses.replace(carry, **after)
+    ring = dict(ring_k=k, ring_r=r, ring_g=g, cursor=cursor)
+    after = dict(values=values, scale=values_scale, residual=residual, position=position)
+    return o, dataclasses.replace(carry, **after, **ring)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _decode(target: Target, policy: DecodePolicy, scale: float, inputs: Inputs, kept: Kept, span: Span):
-    """(o, checkpoints, ring)"""
-    return _forward(target, policy, scale, False)(inputs[:5], kept, span)[:3]
+    """(o, checkpoints, ring, what roundings lost)"""
+    return _forward(target, policy, scale, False)(inputs[:5], kept, span)[:4]
 
 
 def _decode_fwd(target: Target, policy: DecodePolicy, scale: float, inputs: Inputs, kept: Kept, span: Span):
@@ -98,16 +105,17 @@ _decode.defvjp(_decode_fwd, _decode_bwd)
 
 @functools.cache
 def _forward(target: Target, policy: DecodePolicy, scale: float, with_saved: bool):
-    """(tokens, kept, span) -> (o, checkpoints, ring, (r, the checkpoints as the kernels keep them) or None)."""
+    """(tokens, kept, span) -> (o, checkpoints, ring, residual, (r, checkpoints as the kernels keep them) or None)."""
 
     def kernels(tokens: Any, kept: Kept, span: Span):
         options = options_of(target, policy, scale)
         out = launch_forward(target.run, options, tokens, kept, span, with_saved)
-        return out.o, as_stored(out.state, policy), tuple(out.ring[:3]), (out.r, out.saved) if with_saved else None
+        saved = (out.r, out.saved) if with_saved else None
+        return out.o, as_stored(out.state, policy), tuple(out.ring[:3]), out.state.lost, saved
 
     def elsewhere(tokens: Any, kept: Kept, span: Span):
         """Nothing saved: the backward starts from the inputs again."""
-        saved = jax.eval_shape(kernels, tokens, kept, span)[3]
+        saved = jax.eval_shape(kernels, tokens, kept, span)[4]
         saved = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), saved)
         return *_by_scan(policy, scale, tokens, kept, None, span), saved
 
@@ -117,7 +125,7 @@ def _forward(target: Target, policy: DecodePolicy, scale: float, with_saved: boo
         kernels,
         elsewhere,
         arguments=("tokens", ROLES, "sequences"),
-        results=("tokens", "rows", "tokens", "tokens"),
+        results=("tokens", "rows", "tokens", "rows", "tokens"),
     )
 
 
@@ -153,14 +161,14 @@ def _by_scan(policy: DecodePolicy, scale: float, tokens: Any, kept: Kept, S: Arr
     arrays = counted_by(kept.counters, kept.cursor.shape[0])[1]
     o, memory = decode_scan(policy, scale, inputs, memory, span, arrays)
     carry = pack(memory, policy, k.shape[2], g.ndim == 4)
-    return o, Stored(carry.values, carry.scale), (carry.ring_k, carry.ring_r, carry.ring_g)
+    return o, Stored(carry.values, carry.scale), (carry.ring_k, carry.ring_r, carry.ring_g), carry.residual
 
 
 def _memory(kept: Kept, policy: DecodePolicy) -> Any:
-    (values, scale), (k, r, g), cursor, counters = kept
+    (values, scale), (k, r, g), cursor, counters, residual = kept
     position = counted_by(counters, cursor.shape[0])[0]
     ring: Any = dict(ring_k=k, ring_k_scale=None, ring_r=r, ring_r_scale=None, ring_g=g, cursor=cursor)
-    rest: Any = dict(residual=None, position=position, policy=policy.signature)
+    rest: Any = dict(residual=residual, position=position, policy=policy.signature)
     return unpack(DecodeCarry(values=values, scale=scale, **ring, **rest), policy, jnp.float32)
 
 
@@ -193,7 +201,7 @@ def launch_forward(run: Any, options: Any, tokens: Any, kept: Kept, span: Span, 
     from jlaqat.kernels import replay_pipeline as pipeline
 
     rows = tokens[0].shape[:2]
-    bounds, state, ring, counters = bounds_of(span, *rows), as_kept(kept.stored), _ring(kept), kept.counters
+    bounds, state, ring, counters = bounds_of(span, *rows), kept.state, _ring(kept), kept.counters
     if not save and rows[1] == 1 and bounds is None:
         return pipeline.step(run, pipeline.Tokens(*tokens), state, ring, options, counters=counters)
     operands, which = _in_ring_dtype(tokens, kept), {"bounds": bounds, "counters": counters, "save": save}
@@ -207,7 +215,7 @@ def launch_backward(
     """Gradients of the five operands and of the entering states; saved: (r, checkpoints) of the forward."""
     from jlaqat.kernels import replay_pipeline as pipeline
 
-    (r, checkpoints), ring, state = saved, _ring(kept), as_kept(kept.stored)
+    (r, checkpoints), ring, state = saved, _ring(kept), kept.state
     bounds = bounds_of(span, *do.shape[:2])
     out, d_leaving = pipeline.Output(do, state, ring, r, checkpoints), jnp.zeros(kept.stored.values.shape, jnp.float32)
     operands = _in_ring_dtype(tokens, kept)

@@ -44,8 +44,6 @@ def why_not(policy: DecodePolicy, key_dim: int, dtype: Any) -> str | None:
         return "the kernels round after every token or by replay, not in mode='handoff'"
     if policy.factor_qdq:
         return "the kernels keep a ring in float32 or bfloat16, not in E4M3 (factor_qdq=True)"
-    if policy.mode == "replay" and policy.error_feedback:
-        return "the kernels that replay keep no error feedback"
     if policy.state is not None and not policy.keeps_codes:
         return "the kernels start from a rounded state (quantize_initial=True)"
     from jlaqat.kernels import recurrent_pipeline
@@ -73,9 +71,10 @@ def decode_triton(
 ) -> tuple[Array, Memory]:
     """(o [B, T, HV, V], memory after the tokens of `span`), as `decode_scan` returns them. T ≥ 1.
 
-    inputs: float32, k and g as the policy keeps them; initial_state is memory.S again, the one field of memory that a
-    gradient flows to. o is 0 at tokens that are not decoded. every: tokens between two states that are kept for the
-    backward. portable: lowered for other platforms than CUDA, run as the xla backend does.
+    inputs: q, k, v and beta in the caller's dtype, which o has too, or in float32; g float32, as the policy keeps it;
+    initial_state is memory.S again, the one field of memory that a gradient flows to. o is 0 at tokens that are not
+    decoded. every: tokens between two states that are kept for the backward. portable: lowered for other platforms
+    than CUDA, run as the xla backend does.
 
     Composes with jit (it runs on shards of batch and heads as they lie), grad, vmap (folded into the batch), scan,
     jax.checkpoint, and shard_map over batch and heads.
@@ -136,9 +135,7 @@ def _decode_bwd(how: How, residuals: Any, cotangents: Any):
     """Gradients of the operands and of the entering state, straight through every rounding."""
     inputs, entering, span, saved = residuals
     do, dS, *_ = cotangents
-    gradients = _backward(how)(inputs[:5], entering, span, saved, do, dS)
-    given: list[Any] = [d.astype(x.dtype) for d, x in zip(gradients, inputs, strict=True)]
-    return Inputs(*given), None, None
+    return Inputs(*_backward(how)(inputs[:5], entering, span, saved, do, dS)), None, None
 
 
 _decode.defvjp(_decode_fwd, _decode_bwd)
@@ -209,7 +206,9 @@ def _backward(how: How):
     """(tokens, entering, span, saved, do, dS) -> gradients of the five operands and of the entering state."""
 
     def kernels(tokens: Any, entering: Entering, span: Span, saved: Any, do: Array, dS: Array):
-        return launch_backward(how.target.run, how.options, tokens, entering, span, saved, do, dS, how.every)
+        options = how.options
+        gradients = launch_backward(how.target.run, options, tokens, entering, span, saved, do, dS, how.every)
+        return *(d.astype(x.dtype) for d, x in zip(gradients, tokens, strict=False)), gradients[5]
 
     def elsewhere(tokens: Any, entering: Entering, span: Span, saved: Any, do: Array, dS: Array):
         def run(tokens: Any, S: Array):
@@ -231,10 +230,11 @@ def _backward(how: How):
 
 def _by_scan(how: How, tokens: Any, entering: Entering, S: Array, span: Span):
     """(o, the memory after the call) of the xla backend from the same operands."""
-    q, k, v, g, beta = tokens
+    exact = (x.astype(jnp.float32) for x in tokens)
     position, arrays = counted_by(entering.counters, S.shape[0])
     memory = Memory(S, entering.stored, None, entering.residual, position, jnp.zeros_like(position))
-    return decode_scan(how.policy, how.scale, Inputs(q, k, v, g, beta, S), memory, span, arrays, how.every == 1)
+    o, memory = decode_scan(how.policy, how.scale, Inputs(*exact, S), memory, span, arrays, how.every == 1)
+    return o.astype(tokens[2].dtype), memory
 
 
 # ------------------------------------------------------------------ launches

@@ -160,10 +160,11 @@ def compile_recurrent(
     packed: bool = False,
     window: int | None = None,
     ring_dtype: str = "bfloat16",
+    feedback: bool = False,
 ) -> list[Compiled]:
     """Compiles the recurrence, forward and backward; with a window that of replay, and its step.
 
-    heads: of q and k, and of v. packed: `batch` sequences in one row.
+    heads: of q and k, and of v. packed: `batch` sequences in one row. feedback: of errors, with a window.
     """
     h, hv = heads
     rows = 1 if packed else batch
@@ -203,6 +204,8 @@ def compile_recurrent(
     entries = (first(k, window), FakeArray((batch, window, hv, value_dim), ring_dtype), first(g, window))
     ring = replay_pipeline.Ring(*entries, cursor)
     one = recurrent_pipeline.Tokens(*(first(x, 1) for x in operands))
+    if feedback:
+        entering = entering._replace(lost=d_leaving)
     replay_pipeline.step(run, one, entering, ring, options, counters=counters)
     replayed = replay_pipeline.forward(run, operands, entering, ring, options, counters=counters, save=True)
     replay_pipeline.backward(run, operands, entering, ring, replayed, v, d_leaving, options)

@@ -14,7 +14,15 @@ import triton.language as tl
 from jlaqat.kernels.kept_state import load_kept, load_rounded, load_scales, store_rounded
 from jlaqat.kernels.recurrent import load_token, locate_program, rows_of
 from jlaqat.kernels.replay_ring import append, store_ring
-from jlaqat.kernels.replay_token import decayed_state, flush_token, join_token, load_counters, load_parts
+from jlaqat.kernels.replay_token import (
+    decayed_state,
+    flush_token,
+    join_token,
+    load_counters,
+    load_lost,
+    load_parts,
+    store_lost,
+)
 from jlaqat.kernels.token_gradients import store_token_gradients
 
 
@@ -32,6 +40,7 @@ def replay_step_kernel(
     p_ring_g,  # in place: [N, LENGTH, HV] or [N, LENGTH, HV, K] float32
     p_cursor,  # [N] int32, entries in the ring
     p_counters,  # [N, HV, 4] int32, as `recurrent_forward_kernel` has them; any array where not DRAWN
+    p_lost,  # in place: [N, HV, K, V] float32, what the last rounding lost; any array where not FEEDBACK
     p_o,  # out: [N, 1, HV, V]
     p_cursor_out,  # out: [N] int32
     scale,
@@ -50,6 +59,7 @@ def replay_step_kernel(
     HARDWARE_FP8: tl.constexpr,
     DRAWN: tl.constexpr,
     SEED: tl.constexpr,
+    FEEDBACK: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
     i_v, i_hv, i_n, i_h = locate_program(H, HV, V, BV)
@@ -64,8 +74,9 @@ def replay_step_kernel(
     q, k, v, g, beta = load_token(p_q, p_k, p_v, p_g, p_beta, i_n, i_h, i_hv, o_k, o_v, H, HV, K, V, IS_KDA)
     if cursor == LENGTH - 1:
         b_s = load_rounded(p_values, p_scale, head, i_v, K, V, BK, BV, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR)
-        b_o, b_r, b_code, b_scale = flush_token(
+        b_o, b_r, b_code, b_scale, b_lost = flush_token(
             b_s,
+            load_lost(p_lost, head, i_v, K, V, BK, BV, FEEDBACK),
             (q, k, v, g, beta),
             load_counters(p_counters, head, 1, DRAWN),
             scale,
@@ -84,10 +95,12 @@ def replay_step_kernel(
             HARDWARE_FP8,
             DRAWN,
             SEED,
+            FEEDBACK,
             True,
         )
-        tl.debug_barrier()  # every thread has read the checkpoint that is overwritten
+        tl.debug_barrier()  # every thread has read what is overwritten
         store_rounded(p_values, p_scale, head, b_code, b_scale, i_v, K, V, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR)
+        store_lost(p_lost, head, b_lost, i_v, K, V, FEEDBACK)
         tl.store(p_o + head * V + o_v, b_o.to(p_o.dtype.element_ty), mask=o_v < V)
     else:
         b_o, b_r = join_token(
@@ -130,6 +143,7 @@ def replay_forward_kernel(
     p_ring_g,  # [N, LENGTH, HV] or [N, LENGTH, HV, K] float32
     p_cursor,  # [N] int32
     p_counters,  # [N, HV, 4] int32; any array where not DRAWN
+    p_lost,  # [N, HV, K, V] float32; any array where not FEEDBACK
     p_first,  # [N] int32, see `rows_of`; any array where not RAGGED
     p_count,  # [N] int32
     p_o,  # out: [B, T, HV, V]; rows of no sequence are not written, as those of p_r
@@ -142,6 +156,7 @@ def replay_forward_kernel(
     p_cursor_out,  # out: [N] int32
     p_saved,  # out: [N, SLOTS, HV, K, V], the checkpoints in the order of their roundings; any array where not SAVE
     p_saved_scale,  # out
+    p_lost_out,  # out: [N, HV, K, V] float32
     scale,
     T,
     PER_ROW,
@@ -163,6 +178,7 @@ def replay_forward_kernel(
     HARDWARE_FP8: tl.constexpr,
     DRAWN: tl.constexpr,
     SEED: tl.constexpr,
+    FEEDBACK: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
     i_v, i_hv, i_n, i_h = locate_program(H, HV, V, BV)
@@ -178,13 +194,15 @@ def replay_forward_kernel(
     cursor = tl.load(p_cursor + i_n)
     start = -cursor
     slot = i_n * SLOTS
-    # The checkpoint goes through memory, so that what is read of it lies in registers as it does in a step.
+    # The checkpoint goes through memory, so that what is read of it lies in registers as it does in a step; what its
+    # rounding lost, so that no register holds it between two roundings.
     b_kept, b_kept_scale = load_kept(
         p_values, p_scale, head, i_v, K, V, BK, BV, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR
     )
     store_rounded(
         p_values_out, p_scale_out, head, b_kept, b_kept_scale, i_v, K, V, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR
     )
+    store_lost(p_lost_out, head, load_lost(p_lost, head, i_v, K, V, BK, BV, FEEDBACK), i_v, K, V, FEEDBACK)
     tl.debug_barrier()
     b_part = load_parts(p_values_out, head, i_v, K, V, BK, BV, BL, FORMAT, HARDWARE_FP8, VECTOR)
     b_part_scale = load_scales(p_scale_out, head, i_v, K, V, BK, BV, FORMAT, GRANULARITY)
@@ -195,8 +213,9 @@ def replay_forward_kernel(
             b_s = load_rounded(
                 p_values_out, p_scale_out, head, i_v, K, V, BK, BV, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR
             )
-            b_o, b_r, b_code, b_scale = flush_token(
+            b_o, b_r, b_code, b_scale, b_lost = flush_token(
                 b_s,
+                load_lost(p_lost_out, head, i_v, K, V, BK, BV, FEEDBACK),
                 (q, k, v, g, beta),
                 load_counters(p_counters, head, t + 1, DRAWN),
                 scale,
@@ -215,12 +234,14 @@ def replay_forward_kernel(
                 HARDWARE_FP8,
                 DRAWN,
                 SEED,
+                FEEDBACK,
                 False,
             )
-            tl.debug_barrier()  # every thread has read the checkpoint that is overwritten
+            tl.debug_barrier()  # every thread has read what is overwritten
             store_rounded(
                 p_values_out, p_scale_out, head, b_code, b_scale, i_v, K, V, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR
             )
+            store_lost(p_lost_out, head, b_lost, i_v, K, V, FEEDBACK)
             if SAVE:
                 saved = slot * HV + i_hv
                 store_rounded(

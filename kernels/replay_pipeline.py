@@ -48,14 +48,15 @@ class Call(recurrent_pipeline.Call):
         vector = min(self.options.vector or max(at_once, 1), self.width)
         return {"LENGTH": length, "BL": block, "VECTOR": vector}
 
-    def of_draws(self, counters: Any | None) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Inputs and constants of stochastic rounding."""
+    def of_rounding(self, state: State, counters: Any | None) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Inputs and constants of stochastic rounding and error feedback."""
         if self.drawn != (counters is not None):
             word = "" if self.drawn else "not "
             raise ValueError(f"rounding is {word}stochastic; give counters there, and only there.")
         seed = self.options.state.seed if self.drawn and self.options.state else 0
-        given = self.tokens.beta if counters is None else counters
-        return {"p_counters": given}, {"DRAWN": self.drawn, "SEED": seed}
+        given = {"p_counters": counters, "p_lost": state.lost}
+        given = {name: self.tokens.beta if x is None else x for name, x in given.items()}
+        return given, {"DRAWN": self.drawn, "SEED": seed, "FEEDBACK": state.lost is not None}
 
     def warps(self, states: int = 1) -> int:
         """As many as the states want, and the block of the ring beside them."""
@@ -80,18 +81,19 @@ def step(
     call = _call(tokens, ring, options)
     if call.sizes[1] != 1:
         raise ValueError(f"a step takes one token and q has T={call.sizes[1]}; call forward.")
-    drawn, drawn_constants = call.of_draws(counters)
-    constants = call.constants() | call.of_ring(ring) | drawn_constants
+    rounding, rounding_constants = call.of_rounding(state, counters)
+    constants = call.constants() | call.of_ring(ring) | rounding_constants
     del constants["T"]
+    changed = {"p_values": True, "p_scale": call.coded, "p_lost": state.lost is not None}
     launch = Launch(
         kernel=replay.replay_step_kernel,
         grid=call.programs,
-        inputs={**call.inputs(state), **_pointers(ring), **drawn},
+        inputs={**call.inputs(state), **_pointers(ring), **rounding},
         outputs={
             "p_o": Buffer(tuple(tokens.v.shape), dtype_name(tokens.v)),
             "p_cursor_out": Buffer(tuple(ring.cursor.shape), "int32"),
         },
-        in_place=("p_values", *(["p_scale"] if call.coded else []), "p_ring_k", "p_ring_r", "p_ring_g"),
+        in_place=(*(name for name in changed if changed[name]), "p_ring_k", "p_ring_r", "p_ring_g"),
         constants=constants,
         num_warps=call.warps(),
         num_stages=1,
@@ -101,7 +103,7 @@ def step(
     out = run(launch)
     return Output(
         out["p_o"],
-        State(out["p_values"], out.get("p_scale")),
+        State(out["p_values"], out.get("p_scale"), out.get("p_lost")),
         Ring(out["p_ring_k"], out["p_ring_r"], out["p_ring_g"], out["p_cursor_out"]),
     )
 
@@ -119,12 +121,14 @@ def forward(
 ) -> Output:
     """The tokens in order; bounds say which a sequence has. tokens.k has the ring's dtype.
 
+    Where the state has `lost`, that is added before its next rounding.
+
     counters: for stochastic rounding, as `recurrent_pipeline.forward` takes them; the tokens of a sequence are counted,
       also those that round nothing.
     save: keep what `backward` needs.
     """
     call = _call(tokens, ring, options, bounds)
-    n, length = call.sequences, ring.k.shape[1]
+    n, length, feedback = call.sequences, ring.k.shape[1], state.lost is not None
     if dtype_name(tokens.k) != dtype_name(ring.k):
         raise ValueError(
             f"k is {dtype_name(tokens.k)} and the ring {dtype_name(ring.k)}: entries are read from either, so give k "
@@ -134,11 +138,11 @@ def forward(
     values, scales = call.kept(n)
     saved, saved_scales = call.kept(n, slots) if slots else (UNUSED, UNUSED)
     inputs, constants = call.ragged()
-    drawn, drawn_constants = call.of_draws(counters)
+    rounding, rounding_constants = call.of_rounding(state, counters)
     launch = Launch(
         kernel=replay.replay_forward_kernel,
         grid=call.programs,
-        inputs={**call.inputs(state), **_pointers(ring), **drawn, **inputs},
+        inputs={**call.inputs(state), **_pointers(ring), **rounding, **inputs},
         outputs={
             "p_o": Buffer(tuple(tokens.v.shape), dtype_name(tokens.v)),
             "p_r": Buffer(tuple(tokens.v.shape), dtype_name(ring.r)),
@@ -147,11 +151,12 @@ def forward(
             **{f"{name}_out": Buffer(tuple(x.shape), dtype_name(x)) for name, x in _pointers(ring).items()},
             "p_saved": saved,
             "p_saved_scale": saved_scales,
+            "p_lost_out": Buffer(tuple(values.shape), "float32") if feedback else UNUSED,
         },
         constants={
             **call.constants(),
             **constants,
-            **drawn_constants,
+            **rounding_constants,
             "SLOTS": slots,
             "SAVE": slots > 0,
             **call.of_ring(ring),
@@ -163,7 +168,7 @@ def forward(
     out = run(launch)
     return Output(
         out["p_o"],
-        call.state_of(out["p_values_out"], out["p_scale_out"]),
+        call.state_of(out["p_values_out"], out["p_scale_out"], out["p_lost_out"] if feedback else None),
         Ring(out["p_ring_k_out"], out["p_ring_r_out"], out["p_ring_g_out"], out["p_cursor_out"]),
         out["p_r"],
         call.state_of(out["p_saved"], out["p_saved_scale"]) if slots else None,

@@ -155,8 +155,37 @@ def load_counters(p_counters, state, tokens, DRAWN: tl.constexpr):
 
 
 @triton.jit
+def load_lost(
+    p_lost,
+    state,
+    i_v,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    FEEDBACK: tl.constexpr,
+):
+    """What a state's last rounding lost, [BK, BV]; 0 where not FEEDBACK."""
+    if FEEDBACK:
+        o_k = tl.arange(0, BK)[:, None]
+        o_v = i_v + tl.arange(0, BV)[None, :]
+        return tl.load(p_lost + state * K * V + (o_k * V + o_v), mask=(o_k < K) & (o_v < V), other=0.0)
+    else:
+        return 0.0
+
+
+@triton.jit
+def store_lost(p_lost, state, b_lost, i_v, K: tl.constexpr, V: tl.constexpr, FEEDBACK: tl.constexpr):
+    if FEEDBACK:
+        o_k = tl.arange(0, b_lost.shape[0])[:, None]
+        o_v = i_v + tl.arange(0, b_lost.shape[1])[None, :]
+        tl.store(p_lost + state * K * V + (o_k * V + o_v), b_lost, mask=(o_k < K) & (o_v < V))
+
+
+@triton.jit
 def flush_token(
     b_s,
+    b_lost,
     token,  # (q, k, v, g, beta) as `load_token` has them
     counters,
     scale,
@@ -175,9 +204,13 @@ def flush_token(
     HARDWARE_FP8: tl.constexpr,
     DRAWN: tl.constexpr,
     SEED: tl.constexpr,
+    FEEDBACK: tl.constexpr,
     IN_RING: tl.constexpr,
 ):
-    """(o [BV], r [BV], codes and scales of the new checkpoint) of a window's last token; b_s: the checkpoint before."""
+    """(o [BV], r [BV], codes and scales of the new checkpoint, what was lost) of a window's last token.
+
+    b_s: the checkpoint before; b_lost: what its rounding lost.
+    """
     V: tl.constexpr = dims[3]
     BK: tl.constexpr = dims[4]
     BV: tl.constexpr = dims[5]
@@ -188,14 +221,18 @@ def flush_token(
     b_s = decayed_state(b_s, g, ring, call, window, at, i_v, i_h, i_hv, dims, IS_KDA, IN_RING)
     b_r = (beta.to(tl.float32) * (v.to(tl.float32) - tl.sum(b_s * b_k[:, None], axis=0))).to(RING).to(tl.float32)
     b_s = tl.fma(b_k[:, None], tl.broadcast_to(b_r[None, :], b_s.shape), b_s)
+    if not READ_STORED:
+        b_o = tl.sum(b_s * b_q[:, None], axis=0)
+    if FEEDBACK:
+        b_s += b_lost
     if DRAWN:
         rounding, layer_and_head, sequence, step = counters
         words = draw_words(rounding, layer_and_head, sequence, step, i_v, V, BK, BV, SEED)
         b_code, b_scale, b_stored = round_state(b_s, FORMAT, GRANULARITY, HARDWARE_FP8, words, DRAWN)
     else:
         b_code, b_scale, b_stored = round_state(b_s, FORMAT, GRANULARITY, HARDWARE_FP8)
+    if FEEDBACK:
+        b_lost = b_s - b_stored
     if READ_STORED:
         b_o = tl.sum(b_stored * b_q[:, None], axis=0)
-    else:
-        b_o = tl.sum(b_s * b_q[:, None], axis=0)
-    return b_o, b_r, b_code, b_scale
+    return b_o, b_r, b_code, b_scale, b_lost

@@ -35,7 +35,7 @@ DRAWN = {
 }
 
 
-def call(kda, name, length, ring_dtype=torch.float32, read_stored=False, drawn=False):
+def call(kda, name, length, ring_dtype=torch.float32, read_stored=False, drawn=False, feedback=False):
     """(tokens, state, ring, options): two sequences that stand at different places of their windows."""
     q, k, v, g, beta, state = kernel_oracle.make_inputs(
         3, kda=kda, b=2, t=3, h=1, hv=2, dk=12, dv=12 if length > 16 else 20
@@ -44,25 +44,29 @@ def call(kda, name, length, ring_dtype=torch.float32, read_stored=False, drawn=F
     options = Options(scale=0.3, state=SPECS[name], read_stored=read_stored)
     ring = oracle.make_ring(tokens, length, [min(1, length - 1), length - 1], ring_dtype)
     state = recurrent_oracle.entering_state(state.float(), options)
+    if feedback:
+        state = oracle.with_lost(state)
     return tokens, state, ring, dataclasses.replace(options, state=DRAWN[name]) if drawn else options
 
 
 @pytest.mark.parametrize(
-    ("kda", "name", "length", "ring_dtype", "read_stored", "drawn"),
+    ("kda", "name", "length", "ring_dtype", "settings"),
     [
-        pytest.param(False, "e4m3-tile", 2, torch.bfloat16, True, False, marks=pytest.mark.slow),
-        (True, "int8-key_row", 2, torch.float32, False, False),
-        (False, "e4m3-tile", 2, torch.float32, True, True),
-        pytest.param(True, "float32", 3, torch.bfloat16, True, False, marks=pytest.mark.slow),
-        pytest.param(
-            False, "e4m3-value_row", 17, torch.float32, False, False, marks=pytest.mark.slow
-        ),  # two blocks of the ring
-        pytest.param(True, "int8-key_row", 3, torch.bfloat16, False, True, marks=pytest.mark.slow),
+        pytest.param(False, "e4m3-tile", 2, torch.bfloat16, "stored", marks=pytest.mark.slow),
+        (True, "int8-key_row", 2, torch.float32, "feedback"),
+        (False, "e4m3-tile", 2, torch.float32, "stored drawn"),
+        pytest.param(True, "float32", 3, torch.bfloat16, "stored", marks=pytest.mark.slow),
+        pytest.param(False, "e4m3-value_row", 17, torch.float32, "", marks=pytest.mark.slow),  # two blocks of the ring
+        pytest.param(True, "int8-key_row", 3, torch.bfloat16, "drawn feedback", marks=pytest.mark.slow),
+        pytest.param(False, "float16", 2, torch.float32, "stored feedback", marks=pytest.mark.slow),
     ],
     ids=str,
 )
-def test_forward_gradients_and_steps(kda, name, length, ring_dtype, read_stored, drawn):
-    tokens, state, ring, options = call(kda, name, length, ring_dtype, read_stored, drawn)
+def test_forward_gradients_and_steps(kda, name, length, ring_dtype, settings):
+    drawn = "drawn" in settings
+    tokens, state, ring, options = call(
+        kda, name, length, ring_dtype, "stored" in settings, drawn, "feedback" in settings
+    )
     counters = oracle.make_counters(tokens, 2) if drawn else None
     given = tokens, state, ring, options, poisoned_run
     whole = oracle.check_call(*given, bound=1e-5, gradient_bound=1e-4, counters=counters)
@@ -86,11 +90,12 @@ def test_packed_sequences_have_the_bits_that_they_have_alone():
     tokens = Tokens(*(x.float() for x in (q, k, v, g, beta)))
     oracle.check_bits_alone(tokens, state, ring, options, poisoned_run, ([1, 4], [3, 0]))
     drawn, counters = dataclasses.replace(options, state=DRAWN["e4m3-tile"]), oracle.make_counters(tokens, 2)
-    oracle.check_bits_alone(tokens, state, ring, drawn, poisoned_run, ([0, 3], [2, 2]), counters)
+    for bounds in (([0, 3], [2, 2]), ([1, 5], [3, 0])):
+        oracle.check_bits_alone(tokens, oracle.with_lost(state), ring, drawn, poisoned_run, bounds, counters)
 
 
 def by_kernels(policy, x, carry, span, arrays):
-    """(o, checkpoints, gradients of sum(o * o) / 2) of a call from a carry, through JAX and the interpreter."""
+    """(Output, gradients of sum(o * o) / 2) of a call from a carry, through JAX and the interpreter."""
     counters = decode_replay_triton.counters_of(policy, carry.position, x["v"].shape[2], arrays)
     kept = decode_replay_triton.kept_of(carry, counters)
     options = recurrent_pipeline.Options(scale=0.3, state=policy.state, read_stored=policy.readout == "stored")
@@ -98,14 +103,15 @@ def by_kernels(policy, x, carry, span, arrays):
     out = decode_replay_triton.launch_forward(run_from_jax, options, tokens, kept, span, True)
     saved = out.r, out.saved
     gradients = decode_replay_triton.launch_backward(run_from_jax, options, tokens, kept, span, saved, out.o)
-    return out.o, decode_replay_triton.as_stored(out.state, policy), gradients
+    return out, gradients
 
 
 @pytest.mark.parametrize("gate", ["gdn", pytest.param("kda", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["e4m3-tile", *(pytest.param(n, marks=pytest.mark.slow) for n in list(DRAWN)[1:])])
 def test_stochastic_rounding_draws_what_the_xla_backend_draws(name, gate):
     """Codes differ only where sums in another order do; those of rounding to nearest differ often."""
-    policy = DecodePolicy(state=DRAWN[name], mode="replay", window=2, readout="stored")
+    feedback = name != "e4m3-tile" or gate == "kda"
+    policy = DecodePolicy(state=DRAWN[name], mode="replay", window=2, readout="stored", error_feedback=feedback)
     x = {key: jnp.asarray(a) for key, a in make_inputs(0, gate=gate, B=2, T=4, H=1, HV=2, K=6, V=16).items()}
     state = x.pop("initial_state")
     arrays = QuantArrays(step=jnp.uint32(2**32 - 2), layer=3, sequence_offset=7, head_offset=5)
@@ -120,14 +126,16 @@ def test_stochastic_rounding_draws_what_the_xla_backend_draws(name, gate):
     x, lengths = {key: a[:, 1:] for key, a in x.items()}, None
     (o, after), pullback = jax.vjp(lambda x: decode(x, carry), x)
     wanted = pullback((o, jax.tree.map(jnp.zeros_like, after)))[0]
-    got, stored, gradients = by_kernels(policy, x, carry, Span(), arrays)
+    out, gradients = by_kernels(policy, x, carry, Span(), arrays)
     nearest = dataclasses.replace(policy, state=dataclasses.replace(policy.state, rounding="nearest"))
-    codes, reference, plain = (
-        np.asarray(values, np.float32)
-        for values in (stored.values, after.values, by_kernels(nearest, x, carry, Span(), arrays)[1].values)
-    )
-    assert (codes == reference).mean() > 0.99 and (codes != plain).mean() > 0.1
-    assert_close(got, o, 1e-3, "o")
+    plain = by_kernels(nearest, x, carry, Span(), arrays)[0]
+    stored = (decode_replay_triton.as_stored(each.state, policy).values for each in (out, plain))
+    codes, other, reference = (np.asarray(values, np.float32) for values in (*stored, after.values))
+    same = codes == reference
+    assert same.mean() > 0.99 and (codes != other).mean() > 0.1
+    assert_close(out.o, o, 1e-3, "o")
+    if feedback:
+        np.testing.assert_allclose(np.asarray(out.state.lost)[same], np.asarray(after.residual)[same], atol=1e-6)
     for key, gradient in zip(("q", "k", "v", "g", "beta"), gradients):
         assert_close(gradient, wanted[key], 1e-3, f"d{key}")
 

@@ -31,6 +31,13 @@ def cut(tokens, start, stop):
     return Tokens(*(x[:, start:stop].contiguous() for x in tokens))
 
 
+def with_lost(state):
+    """The state as if its last rounding had lost something."""
+    gen = torch.Generator(device=state.values.device).manual_seed(9)
+    lost = torch.randn(state.values.shape, generator=gen, device=state.values.device)
+    return state._replace(lost=0.01 * lost)
+
+
 def make_counters(tokens, sequences):
     """What stochastic rounding draws by: other numbers for every state."""
     heads = tokens.v.shape[2]
@@ -82,6 +89,8 @@ def assert_same(state, ring, other_state, other_ring):
     assert_equal("bytes of values", state.values.view(torch.uint8), other_state.values.view(torch.uint8))
     if state.scale is not None:
         assert_equal("scales", state.scale, other_state.scale)
+    if state.lost is not None:
+        assert_equal("lost", state.lost, other_state.lost)
     assert_equal("cursor", ring.cursor, other_ring.cursor)
     for n, cursor in enumerate(ring.cursor.tolist()):
         for name, x, y in zip(ring._fields[:3], ring, other_ring):
@@ -154,6 +163,20 @@ def check_bits_alone(tokens, state, ring, options, run, bounds, counters=None):
         assert_equal(f"dstate of sequence {n}", gradients.state[n], wanted.state[0])
 
 
+def with_feedback(written, saved, lost):
+    """(what was rounded [1, flushes, ...], what the last rounding lost) in float64, from what entered lost."""
+    rounded, lost = [], lost.double()
+    for x, kept in zip(written.unbind(1), saved.unbind(1)):
+        rounded.append(x + lost)
+        lost = x + lost - kept
+    return torch.stack(rounded, 1) if rounded else written, lost
+
+
+def lost_bound(rounded, lost, bound):
+    """The relative error of what is lost where that of what was rounded is `bound`; none where nothing was rounded."""
+    return (bound * rounded.square().mean().sqrt() / lost.square().mean().sqrt()).item() if rounded.numel() else 0.0
+
+
 def check_call(tokens, state, ring, options, run, *, bound, gradient_bound, counters=None):
     """Forward, every rounding to nearest, and every gradient, of a call from kept states and a ring. Returns Output."""
     v, length, cursors = tokens.v.shape[3], ring.k.shape[1], ring.cursor.tolist()
@@ -166,14 +189,18 @@ def check_call(tokens, state, ring, options, run, *, bound, gradient_bound, coun
     ring_bound = bound if ring.r.dtype == torch.float32 else 0.004
     results = {"o": (out.o, o, bound), "r": (out.r, r, ring_bound)}
     results["state"] = (replayed(decoded(out.state, options, v), out.ring), final, bound)
+    checked = options.state is not None and options.state.rounding == "nearest"
     for n, cursor in enumerate(cursors):
         due = [t for t in range(tokens.q.shape[1]) if (cursor + t + 1) % length == 0]
-        if options.state is not None and options.state.rounding == "nearest" and due:
+        rounded = written[n : n + 1, due].detach()
+        if state.lost is not None:
+            rounded, lost = with_feedback(rounded, saved[n : n + 1, : len(due)].double(), state.lost[n : n + 1])
+            results[f"lost by sequence {n}"] = (out.state.lost[n : n + 1], lost, lost_bound(rounded, lost, bound))
+        if checked and due:
             kept = State(*(None if x is None else x[n : n + 1, : len(due)] for x in out.saved))
-            exact_states = written[n : n + 1, due].detach().float()
-            codes = difference(kept.values, recurrent_oracle.entering_state(exact_states, options).values)
+            codes = difference(kept.values, recurrent_oracle.entering_state(rounded.float(), options).values)
             with said_about(f"checkpoints of sequence {n}: {codes}"):
-                recurrent_oracle.assert_codes_round(kept, exact_states, options)
+                recurrent_oracle.assert_codes_round(kept, rounded.float(), options)
         expected = (cursor + tokens.q.shape[1]) % length
         assert out.ring.cursor[n].item() == expected
 

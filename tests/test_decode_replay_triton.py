@@ -24,7 +24,7 @@ from jlaqat import DecodePolicy, QuantArrays, QuantSpec, backends, decode_triton
 from jlaqat.testing import make_inputs
 
 REPLAY = DecodePolicy(state=QuantSpec.fp8(block_v=16), mode="replay", window=3, ring_dtype="bfloat16")
-DRAWN = dataclasses.replace(REPLAY, state=QuantSpec.fp8(block_v=16, rounding="stochastic", seed=3))
+DRAWN = dataclasses.replace(REPLAY, state=QuantSpec.fp8(block_v=16, rounding="stochastic", seed=3), error_feedback=True)
 pytestmark = pytest.mark.usefixtures("compile_quickly")
 
 
@@ -79,16 +79,18 @@ def test_a_prefix_leaves_an_empty_ring_to_the_kernels():
     assert names.count("replay_forward") == 1 and "chunk_state_forward" in names
 
 
-def test_a_step_changes_the_state_in_place():
+@pytest.mark.parametrize(("quant", "changed"), [(REPLAY, 5), (DRAWN, 6)], ids=["nearest", "drawn"])
+def test_a_step_changes_the_state_in_place(quant, changed):
     """What the launch reads and gives back is one buffer, so that a donated carry is not copied."""
     x = operands()
     with jlaqat.compile_for(90):
-        carry = jax.eval_shape(functools.partial(loss, backend="triton"), x)[1][1]
-        step = jax.jit(lambda carry, row: jlaqat.delta_rule_step(*row, carry, quant=REPLAY), donate_argnums=0)
+        carry = jax.eval_shape(functools.partial(loss, quant=quant, backend="triton"), x)[1][1]
+        step = jax.jit(lambda carry, row: jlaqat.delta_rule_step(*row, carry, quant=quant), donate_argnums=0)
         row = [x[name][:, 0] for name in ("q", "k", "v", "g", "beta")]
         text = step.trace(carry, row).lower(lowering_platforms=("cuda",)).as_text()
     [launch] = [line for line in text.splitlines() if "@triton_kernel_call_ffi" in line]
-    assert launch.count("#stablehlo.output_operand_alias<") == 5  # values, scale, ring k, r, g
+    # Values, scale, ring k, r and g; what the last rounding lost.
+    assert launch.count("#stablehlo.output_operand_alias<") == changed
 
 
 @pytest.mark.parametrize(

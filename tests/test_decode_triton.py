@@ -6,6 +6,7 @@ import os
 import sys
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import pytest
 
@@ -66,6 +67,32 @@ def test_a_gradient_with_every_state_kept_runs_nothing_twice():
         assert "while" not in str(jaxpr)
 
 
+@pytest.mark.parametrize("every", [1, 64])
+def test_tokens_of_16_bits_are_not_copied_to_float32(every):
+    """Kernels read them as they are, and o and gradients of the same dtype come back from launches."""
+    x, state = operands("gdn", 70)
+    x = {name: a if name == "g" else a.astype(jnp.bfloat16) for name, a in x.items()}
+
+    def loss(x):
+        o, _ = jlaqat.delta_rule_decode(**x, state=state, quant=FP8, checkpoint_every=every)
+        return o.astype(jnp.float32).sum(), o
+
+    def converted(jaxpr):
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == "convert_element_type":
+                yield equation.invars[0].aval.dtype, equation.invars[0].aval.shape
+            for inner in jax.extend.core.jaxprs_in_params(equation.params):
+                yield from converted(inner)
+
+    with jlaqat.compile_for(90):
+        jaxpr = jax.make_jaxpr(jax.grad(loss, has_aux=True))(x).jaxpr
+        gradients, o = jax.eval_shape(jax.grad(loss, has_aux=True), x)
+    assert jax.tree.map(lambda a: a.dtype, gradients) == jax.tree.map(lambda a: a.dtype, x)
+    assert o.dtype == jnp.bfloat16
+    found = [shape for dtype, shape in converted(jaxpr) if dtype == jnp.bfloat16]
+    assert found == [o.shape]  # the loss's own
+
+
 def test_a_step_is_one_launch_and_keeps_codes():
     x, state = operands("gdn", 1)
     with jlaqat.compile_for(90):
@@ -81,7 +108,6 @@ def test_a_step_is_one_launch_and_keeps_codes():
     [
         (DecodePolicy.preset("flashinfer_cast"), {}, "mode='handoff'"),
         (DecodePolicy.preset("serving", ring_dtype="float32", factor_qdq=True), {}, "factor_qdq=True"),
-        (DecodePolicy.preset("serving", error_feedback=True), {}, "error feedback"),
         (DecodePolicy(state=QuantSpec.fp8(), quantize_initial=False), {}, "quantize_initial=True"),
         (DecodePolicy(state=QuantSpec.int8(rounding="half_away")), {}, "to nearest or stochastically"),
         (DecodePolicy(state=QuantSpec.nvfp4()), {}, "rounded state|nvfp4"),

@@ -29,17 +29,18 @@ def sums_and_maxima(text):
 
 
 @pytest.mark.parametrize(
-    ("gate", "state"),
+    ("gate", "state", "feedback"),
     [
-        ("gdn", QuantSpec.fp8()),
-        ("kda", QuantSpec.fp8()),
-        pytest.param("gdn", QuantSpec.int8(granularity="key_row"), marks=pytest.mark.slow),
-        pytest.param("kda", QuantSpec.fp8(granularity="value_row"), marks=pytest.mark.slow),
-        pytest.param("gdn", None, marks=pytest.mark.slow),
+        ("gdn", QuantSpec.fp8(), False),
+        ("kda", QuantSpec.fp8(rounding="stochastic"), True),
+        pytest.param("kda", QuantSpec.fp8(), False, marks=pytest.mark.slow),
+        pytest.param("gdn", QuantSpec.int8(granularity="key_row"), True, marks=pytest.mark.slow),
+        pytest.param("kda", QuantSpec.fp8(granularity="value_row"), False, marks=pytest.mark.slow),
+        pytest.param("gdn", None, False, marks=pytest.mark.slow),
     ],
     ids=str,
 )
-def test_a_step_and_every_longer_call_sum_in_one_layout(gate, state, monkeypatch):
+def test_a_step_and_every_longer_call_sum_in_one_layout(gate, state, feedback, monkeypatch):
     """Where a sum's terms lie in registers decides the order in which they are added, and so the bits."""
     from triton.backends.nvidia.compiler import CUDABackend
 
@@ -64,9 +65,13 @@ def test_a_step_and_every_longer_call_sum_in_one_layout(gate, state, monkeypatch
         ring = pipeline.Ring(*entries, x((n,), "int32"))
         values = x((n, heads, size, size), "uint8" if state else "float32")
         entering = recurrent.State(values, x((1,), "float32") if state else None)
+        if feedback:
+            entering = entering._replace(lost=x(values.shape, "float32"))
+        counters = x((n, heads, 4), "int32") if state and state.rounding == "stochastic" else None
         options = recurrent.Options(scale=0.1, state=state, hardware_fp8=True)
         with pytest.raises(Text) as compiled:
-            launch(aot.CompileRun(90, []), recurrent.Tokens(*operands), entering, ring, options, **which)
+            given = recurrent.Tokens(*operands), entering, ring, options
+            launch(aot.CompileRun(90, []), *given, counters=counters, **which)
         return sums_and_maxima(str(compiled.value))
 
     bounds = recurrent.Bounds(*[x((n,), "int32")] * 2)
@@ -77,21 +82,21 @@ def test_a_step_and_every_longer_call_sum_in_one_layout(gate, state, monkeypatch
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("architecture", "gate", "state", "window"),
+    ("architecture", "gate", "state", "window", "feedback"),
     [
-        (80, "kda", QuantSpec.fp8(rounding="stochastic"), 8),
-        (89, "gdn", QuantSpec.int8(granularity="key_row", rounding="stochastic"), 16),
-        (90, "gdn", QuantSpec.fp8(rounding="stochastic"), 16),
-        (100, "kda", QuantSpec.float16(rounding="stochastic"), 1),
-        (120, "gdn", QuantSpec.fp8(granularity="value_row", rounding="stochastic"), 8),
+        (80, "kda", QuantSpec.fp8(rounding="stochastic"), 8, True),
+        (89, "gdn", QuantSpec.int8(granularity="key_row", rounding="stochastic"), 16, False),
+        (90, "gdn", QuantSpec.fp8(rounding="stochastic"), 16, True),
+        (100, "kda", QuantSpec.float16(rounding="stochastic"), 1, False),
+        (120, "gdn", QuantSpec.fp8(granularity="value_row"), 8, True),
     ],
     ids=str,
 )
-def test_other_roundings_compile(architecture, gate, state, window):
+def test_other_roundings_compile(architecture, gate, state, window, feedback):
     """Rounding to nearest: test_recurrent_compile.py, which says why there are spills."""
     from jlaqat.kernels.aot import compile_recurrent
 
-    sizes = dict(key_dim=128, value_dim=128, heads=(4, 8), window=window)
+    sizes = dict(key_dim=128, value_dim=128, heads=(4, 8), window=window, feedback=feedback)
     report = compile_recurrent(architecture, gate, "bfloat16", state, **sizes)
     assert {k.name for k in report} >= {"replay_step", "replay_forward", "replay_backward"}
     assert [k for k in report if k.stack > 1000] == []

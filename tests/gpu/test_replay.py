@@ -76,6 +76,13 @@ def test_stochastic_rounding(name, kda):
     check(tokens, state, ring, stochastic(options))
 
 
+@pytest.mark.parametrize("kda", [False, True], ids=["gdn", "kda"])
+@pytest.mark.parametrize("name", [name for name, spec in SPECS.items() if spec])
+def test_error_feedback(name, kda):
+    tokens, state, ring, options = call(kda, name, 8, read_stored=kda)
+    check(tokens, oracle.with_lost(state), ring, options)
+
+
 @pytest.mark.parametrize(
     ("name", "length", "ring_dtype", "sizes"),
     [
@@ -94,7 +101,7 @@ def test_packed_sequences_have_the_bits_that_they_have_alone(kda):
     _, state, ring, options = call(kda, "e4m3-tile", 8)
     tokens, _, _, _ = call(kda, "e4m3-tile", 8, b=1, t=60)
     oracle.check_bits_alone(tokens, state, ring, options, poisoned_run, ([2, 31, 60], [29, 20, 0]))
-    options, counters = stochastic(options), oracle.make_counters(tokens, 3)
+    options, counters, state = stochastic(options), oracle.make_counters(tokens, 3), oracle.with_lost(state)
     oracle.check_bits_alone(tokens, state, ring, options, poisoned_run, ([2, 31, 60], [29, 20, 0]), counters)
 
 
@@ -115,6 +122,7 @@ POLICIES = {
     "fp8": DecodePolicy(state=QuantSpec.fp8(), mode="replay", window=16, readout="stored"),
     "float32": DecodePolicy(mode="replay", window=5),
     "drawn": DecodePolicy(state=QuantSpec.fp8(rounding="stochastic", seed=3), mode="replay", window=8),
+    "feedback": DecodePolicy(state=QuantSpec.int8(block_v=32), mode="replay", window=8, error_feedback=True),
 }
 
 
