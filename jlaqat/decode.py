@@ -277,8 +277,10 @@ def _decode(
     skipped = tokens.skipped
     if skipped >= T:
         return jnp.zeros(inputs.v.shape, dtype), memory, carry
-    q, k, v, g, beta = (x[:, skipped:].astype(dtype) for x in inputs[:5])
-    k, g = round_keys(k, quant), round_decay(g, quant)
+    q, k, v, g, beta = (x[:, skipped:] for x in inputs[:5])
+    if not by_kernels or quant.mode != "token" or quant.rotated:  # others read tokens in their own dtype
+        q, k, v, beta = (x.astype(dtype) for x in (q, k, v, beta))
+    k, g = round_keys(k, quant), round_decay(g.astype(dtype), quant)
     v = rotate(v) if quant.rotated else v
     span = _span(tokens)
     q, k, v, g, beta, memory = _same_shards((q, k, v, g, beta), memory, span, arrays)

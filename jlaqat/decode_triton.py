@@ -230,10 +230,10 @@ def _backward(how: How):
 
 def _by_scan(how: How, tokens: Any, entering: Entering, S: Array, span: Span):
     """(o, the memory after the call) of the xla backend from the same operands."""
-    exact = (x.astype(jnp.float32) for x in tokens)
+    q, k, v, g, beta = (x.astype(jnp.float32) for x in tokens)
     position, arrays = counted_by(entering.counters, S.shape[0])
     memory = Memory(S, entering.stored, None, entering.residual, position, jnp.zeros_like(position))
-    o, memory = decode_scan(how.policy, how.scale, Inputs(*exact, S), memory, span, arrays, how.every == 1)
+    o, memory = decode_scan(how.policy, how.scale, Inputs(q, k, v, g, beta, S), memory, span, arrays, how.every == 1)
     return o.astype(tokens[2].dtype), memory
 
 

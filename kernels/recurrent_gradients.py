@@ -15,19 +15,25 @@ if TYPE_CHECKING:
 class Gradients(NamedTuple):
     """Tokens lie as in the operands, or (a segment's) in rows of a sequence's own, [N, length] instead of [B, T].
 
-    Rows of tokens that no sequence has are not written.
+    Rows of tokens that no sequence has are not written. float32, or in the tokens' dtypes, see `backward`.
     """
 
-    q: Any  # [B, T, H, K] float32
-    k: Any  # [B, T, H, K] float32
-    v: Any  # [B, T, HV, V] float32
+    q: Any  # [B, T, H, K]
+    k: Any  # [B, T, H, K]
+    v: Any  # [B, T, HV, V]
     g: Any  # as g, float32
-    beta: Any  # [B, T, HV] float32
+    beta: Any  # [B, T, HV]
     state: Any  # [N, HV, K, V] float32
 
 
-def gather(run: Run, call: recurrent_pipeline.Call, out: dict[str, Any], into: Gradients | None = None) -> Gradients:
-    """Gradients from what the programs of a backward wrote."""
+def gather(
+    run: Run,
+    call: recurrent_pipeline.Call,
+    out: dict[str, Any],
+    into: Gradients | None = None,
+    dtypes: tuple[str, ...] = ("float32",) * 5,
+) -> Gradients:
+    """Gradients from what the programs of a backward wrote, in these dtypes where they are sums of parts."""
     if into is not None:
         names = ("p_dq", "p_dk", "p_dv", "p_dg", "p_dbeta")
         q, k, v, g, beta = (_place(run, call, out[name], x) for name, x in zip(names, into))
@@ -36,15 +42,16 @@ def gather(run: Run, call: recurrent_pipeline.Call, out: dict[str, Any], into: G
     (n, t), parts = call.rows, hv * call.programs_v
     gates = (n, t, *call.tokens.g.shape[2:])
 
-    def whole(x: Any, heads: int, width: int, shape: tuple[int, ...]) -> Any:
-        return _sum_parts(run, x, n * t, parts, heads, width).reshape(shape)
+    def whole(x: Any, heads: int, width: int, shape: tuple[int, ...], dtype: str) -> Any:
+        return _sum_parts(run, x, n * t, parts, heads, width, dtype).reshape(shape)
 
+    q, key, _, g, beta = dtypes
     return Gradients(
-        q=whole(out["p_dq"], h, k, (n, t, h, k)),
-        k=whole(out["p_dk"], h, k, (n, t, h, k)),
+        q=whole(out["p_dq"], h, k, (n, t, h, k), q),
+        k=whole(out["p_dk"], h, k, (n, t, h, k), key),
         v=out["p_dv"],
-        g=whole(out["p_dg"], hv, k if len(gates) == 4 else 1, gates),
-        beta=whole(out["p_dbeta"], hv, 1, (n, t, hv)),
+        g=whole(out["p_dg"], hv, k if len(gates) == 4 else 1, gates, g),
+        beta=whole(out["p_dbeta"], hv, 1, (n, t, hv), beta),
         state=out["p_ds_in"],
     )
 
@@ -73,7 +80,7 @@ def _place(run: Run, call: recurrent_pipeline.Call, x: Any, into: Any) -> Any:
     return run(launch)["p_y"]
 
 
-def _sum_parts(run: Run, x: Any, rows: int, parts: int, heads: int, width: int) -> Any:
+def _sum_parts(run: Run, x: Any, rows: int, parts: int, heads: int, width: int, dtype: str) -> Any:
     """[rows, parts, width] → [rows, heads, width]: sums over the programs and value heads of each head."""
     if parts == heads:
         return x
@@ -82,7 +89,7 @@ def _sum_parts(run: Run, x: Any, rows: int, parts: int, heads: int, width: int) 
         kernel=chunk_output.group_sum_kernel,
         grid=-(-rows // block) * heads,
         inputs={"p_x": x},
-        outputs={"p_y": Buffer((rows, heads, width), "float32")},
+        outputs={"p_y": Buffer((rows, heads, width), dtype)},
         constants={"ROWS": rows, "H": heads, "HV": parts, "K": width, "BLOCK": block, "BK": power_of_two(width)},
     )
     return run(launch)["p_y"]

@@ -238,14 +238,14 @@ class Call(NamedTuple):
         values = Buffer((*leading, hv, k, v), dtype)
         return values, Buffer((*leading, hv, *scale), "float32") if scale else UNUSED
 
-    def parts(self) -> dict[str, Buffer]:
+    def parts(self, dv: str = "float32") -> dict[str, Buffer]:
         """What the programs of a backward write."""
         _, _, _, hv, k, v = self.sizes
         (n, t), parts = self.rows, hv * self.programs_v
         return {
             "p_dq": Buffer((n, t, parts, k), "float32"),
             "p_dk": Buffer((n, t, parts, k), "float32"),
-            "p_dv": Buffer((n, t, hv, v), "float32"),
+            "p_dv": Buffer((n, t, hv, v), dv),
             "p_dg": Buffer((n, t, parts, *self.tokens.g.shape[3:]), "float32"),
             "p_dbeta": Buffer((n, t, parts), "float32"),
             "p_ds_in": Buffer((self.sequences, hv, k, v), "float32"),
@@ -349,9 +349,9 @@ def backward(
     """Gradients of the tokens and of the entering states, straight through every rounding.
 
     state, bounds, most: as the forward got them; saved: what it saved at `stride=1`. do: [B, T, HV, V]; d_leaving: [N,
-    HV, K, V] float32. Gradients of tokens that no sequence has are not written. into: with bounds and `most`, gradients
-    of tokens [B, T, ...], float32, in which those of the tokens that bounds say are written, in place, and which are
-    returned.
+    HV, K, V] float32. Gradients of tokens have the tokens' dtypes, or float32 where a head's need no summing up, and
+    are not written for tokens that no sequence has. into: with bounds and `most`, gradients of tokens [B, T, ...],
+    float32, in which those of the tokens that bounds say are written, in place, and which are returned.
     """
     call = Call(tokens, options, bounds, most, BACKWARD_WIDTH)
     _check(call)
@@ -360,6 +360,7 @@ def backward(
     inputs, constants = call.ragged()
     given = call.inputs(state)
     del given["p_v"]
+    dtypes = tuple("float32" if into else dtype_name(x) for x in tokens)
     launch = Launch(
         kernel=recurrent.recurrent_backward_kernel,
         grid=call.programs,
@@ -372,7 +373,7 @@ def backward(
             "p_do": do,
             "p_ds": d_leaving,
         },
-        outputs=call.parts(),
+        outputs=call.parts(dtypes[2]),
         constants={
             **call.constants(),
             "VECTOR": COLUMNS,
@@ -389,7 +390,7 @@ def backward(
         # Four programs of four warps fit a multiprocessor, for a dozen registers that spill.
         max_registers=None if options.read_stored else 128,
     )
-    return gather(run, call, run(launch), into)
+    return gather(run, call, run(launch), into, dtypes)
 
 
 def _check(call: Call) -> None:

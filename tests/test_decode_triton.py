@@ -74,7 +74,7 @@ def test_tokens_of_16_bits_are_not_copied_to_float32(every):
     x = {name: a if name == "g" else a.astype(jnp.bfloat16) for name, a in x.items()}
 
     def loss(x):
-        o, _ = jlaqat.delta_rule_decode(**x, state=state, quant=FP8, checkpoint_every=every)
+        o, _ = jlaqat.delta_rule_decode(**x, state=state, quant=FP8, checkpoint_every=every, backend="triton")
         return o.astype(jnp.float32).sum(), o
 
     def converted(jaxpr):
