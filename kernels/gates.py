@@ -1,7 +1,17 @@
-"""GDN's in-chunk decays."""
+"""Log decays: their bound, and GDN's decays inside a chunk."""
 
 import triton
 import triton.language as tl
+
+from jlaqat.spec import MIN_LOG_DECAY
+
+MIN = tl.constexpr(MIN_LOG_DECAY)
+
+
+@triton.jit
+def bound_decay(b_g):
+    """What counts as a log decay, NaN kept: below the bound nothing is left, and sums must outlive it."""
+    return tl.maximum(b_g, MIN, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from jlaqat.kernels.chunks import (
     store_scalars,
     store_scores,
 )
-from jlaqat.kernels.gates import decay_matrix
+from jlaqat.kernels.gates import bound_decay, decay_matrix
 from jlaqat.kernels.rounding import decode, encode_rows, fake_quantize_rows
 
 
@@ -154,7 +154,7 @@ def intra_chunk_forward_kernel(
     b_beta = load_scalars(p_beta, row, n_rows, i_hv, HV, BT)
     b_k = load_rows(p_k, row, n_rows, i_h, 0, H, K, BT, BK)
     b_q = load_rows(p_q, row, n_rows, i_h, 0, H, K, BT, BK)
-    b_gsum = tl.cumsum(load_scalars(p_g, row, n_rows, i_hv, HV, BT), axis=0)
+    b_gsum = tl.cumsum(bound_decay(load_scalars(p_g, row, n_rows, i_hv, HV, BT)), axis=0)
     store_scalars(p_gsum, b_gsum, row, n_rows, i_hv, HV)
     b_e = decay_matrix(b_gsum)
     b_p = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * (b_e * scale)

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from jlaqat.kernels.chunk_output import load_codes, load_scales
 from jlaqat.kernels.chunks import load_rows, load_scalars, locate_chunk, row_mask, row_offsets, store_rows
+from jlaqat.kernels.gates import bound_decay
 from jlaqat.kernels.intra_chunk import form_u, form_w
 from jlaqat.kernels.pairs_kda import (
     FIRST_FINE,
@@ -30,7 +31,7 @@ def store_gate_sums(p_g, p_gsum, row, n_rows, i_hv, HV: tl.constexpr, K: tl.cons
                     BK: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
     """G in base 2. Forward and recomputation call this with equal blocks, so that they get equal bits."""
     for i_k in range(0, K, BK):
-        b_g = load_rows(p_g, row, n_rows, i_hv, i_k, HV, K, BT, BK)
+        b_g = bound_decay(load_rows(p_g, row, n_rows, i_hv, i_k, HV, K, BT, BK))
         store_rows(p_gsum, sum_rows(b_g, False, DTYPE) * LOG2_E, row, n_rows, i_hv, i_k, HV, K)
     tl.debug_barrier()  # they are read back
 

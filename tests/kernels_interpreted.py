@@ -15,7 +15,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from kernel_checks import cast, check, check_x_in_p, run_both
+from kernel_checks import cast, check, check_x_in_p, run_both, run_kernels
 
 from jlaqat.kernels import intra_chunk, pipeline, rounding
 from jlaqat.kernels.call import Inputs, Options
@@ -75,6 +75,24 @@ def test_sizes_that_are_no_powers_of_two_in_float16(kda):
 def test_split_output_and_recomputed_states(kda, quant):
     pairs = run_both(inputs_of(kda=kda), quant, torch.float32, save_states=False, tuning=SPLIT)
     check(pairs, torch.float32)
+
+
+@GATES
+@pytest.mark.filterwarnings("ignore:All-NaN slice")  # NumPy, of a minimum in the interpreter
+def test_gates_that_reset_the_state_leave_later_gates_their_digits(kda):
+    """-1e30 and -inf give the bits of -88, which are those of the oracle; NaN stays NaN."""
+    inputs = list(inputs_of(kda=kda, t=75, dv=16))
+    results = {}
+    for reset in (-88.0, -1e30, -torch.inf, torch.nan):
+        inputs[3] = inputs[3].clone()
+        inputs[3][:, [3, 70]] = reset
+        if reset == -88.0:
+            check(run_both(tuple(inputs), PLAIN, torch.float32), torch.float32)
+        out, gradients, _, _ = run_kernels(cast(tuple(inputs), torch.float32), Options(scale=0.25))
+        results[reset] = [out.o, out.final_state, *(x for x in gradients if x is not None)]
+    for reset in (-1e30, -torch.inf):
+        assert all(torch.equal(x, y) for x, y in zip(results[reset], results[-88.0], strict=True))
+    assert results[torch.nan][0][:, 3:64].isnan().all() and results[torch.nan][1].isnan().all()
 
 
 @pytest.mark.parametrize("kda, g_mean", [(False, 0.0), (False, -30.0), (True, -3.0), (True, -1e4)])
