@@ -23,7 +23,8 @@ from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
 SETTINGS = ("plain", "fp8", "int8", "split", "portable", "hopper")
-RUNS = (*(f"{gate}-{setting}" for gate in ("gdn", "kda") for setting in SETTINGS), "decode", "replay")
+X_IN_P = ("gdn-xinp", "gdn-xinphopper")
+RUNS = (*(f"{gate}-{setting}" for gate in ("gdn", "kda") for setting in SETTINGS), *X_IN_P, "decode", "replay")
 PLANTED = "planted"
 LAUNCHED = "launched: "
 # Failed calls of the driver are no error of a kernel: Triton's loader asks for shared memory that the tool has taken.
@@ -56,7 +57,8 @@ def chunks(run, device: str, name: str) -> None:
     """Forward and backward over three chunks, the last one short.
 
     Settings: plain and fp8 (state and w) as users have them; int8 packed, with an empty sequence and rows past the end;
-    split: states not saved, outputs in a kernel of their own; portable: no kernel for SM90; hopper: all of those.
+    split: states not saved, outputs in a kernel of their own; portable: no kernel for SM90; hopper: all of those; xinp
+    and xinphopper: portable and hopper with X where P is zero.
     """
     import kernel_oracle as oracle
     import torch
@@ -74,10 +76,12 @@ def chunks(run, device: str, name: str) -> None:
     more = {
         "split": dict(save_states=False, tuning=Tuning(split_output=True)),
         "hopper": dict(tuning=Tuning(**for_sm90)),
+        "xinp": dict(tuning=Tuning(x_in_p=True)),
+        "xinphopper": dict(tuning=Tuning(**for_sm90, x_in_p=True)),
     }
     major, minor = torch.cuda.get_device_capability() if device == "cuda" else (9, 0)
     options = options_for(10 * major + minor, scale=0.1, quant=quant, **more.get(setting, {}))
-    if setting == "portable" or device == "cpu":
+    if setting in ("portable", "xinp") or device == "cpu":
         options = dataclasses.replace(options, hopper=False)
     packed = setting == "int8"
     lengths = torch.tensor([0, 70, 70, 150], dtype=torch.int32, device=device) if packed else None
