@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.errors import TraceContextError
 
 from jlaqat import ops
 from jlaqat.decode import delta_rule_decode
@@ -23,7 +24,7 @@ from jlaqat.decode_policy import DecodePolicy
 from jlaqat.decode_rules import Fields, build_policy
 from jlaqat.quant_cfg import Setting, match
 from jlaqat.rounding import SiteStats, empty_stats, merge_stats
-from jlaqat.spec import DeltaQuant, QuantArrays, QuantSpec, amax_shape
+from jlaqat.spec import CHUNK_SIZE, DeltaQuant, QuantArrays, QuantSpec, amax_shape
 
 Array = jax.Array
 
@@ -116,9 +117,19 @@ class Quantizer(nnx.Module):
         self.observing, self.stats = True, QuantizerVariable(empty)
 
     def add_stats(self, stats: SiteStats) -> None:
-        """Add the statistics of one call to those gathered so far."""
+        """Add the statistics of one call to those gathered so far.
+
+        Raises NotImplementedError inside a transformation that the model was only closed over by, such as shard_map.
+        """
         assert self.stats is not None
-        self.stats.set_value(merge_stats(self.stats.get_value(), stats))
+        try:
+            self.stats.set_value(merge_stats(self.stats.get_value(), stats))
+        except TraceContextError as error:
+            raise NotImplementedError(
+                f"{self.label.text} gathers statistics, but was called inside a transformation (shard_map, scan, "
+                "checkpoint, …) that the model came into from outside, where nothing can be written to it. While "
+                "calibrating or measuring, call the model outside of it: on sharded batches and parameters under jit."
+            ) from error
 
     def stop_observing(self) -> None:
         self.observing, self.stats = False, None
@@ -146,6 +157,7 @@ def quantized_delta_rule(
     cu_seqlens: Array | None = None,
     prefix_lengths: Any = None,
     lengths: Array | None = None,
+    checkpoint_every: int = CHUNK_SIZE,
     backend: str = "auto",
 ) -> tuple[Array, Array | None]:
     """`jlaqat.delta_rule` with the rounding that a layer's quantizers ask for; returns (o, final_state).
@@ -154,7 +166,7 @@ def quantized_delta_rule(
     bit for bit. While a quantizer observes, its statistics are updated as a side effect (forward only).
 
     Where a rule gave the module a decode policy this is `jlaqat.delta_rule_decode` instead, which needs prefix_lengths
-    (and takes `lengths`; without a policy both are left unread); final_state is then None.
+    (and takes `lengths` and `checkpoint_every`; without a policy all three are left unread); final_state is then None.
 
     Raises ValueError naming the quantizer and its quant_cfg entry where a static scale or prefix_lengths are missing.
     """
@@ -162,8 +174,8 @@ def quantized_delta_rule(
         if prefix_lengths is None:
             raise ValueError(
                 f"{state_quantizer.label.text}: {state_quantizer.decode_source} set a decode policy, which needs to "
-                "know where decoding starts; pass prefix_lengths: the tokens of each sequence that run chunk by chunk, "
-                "0 to decode all of them."
+                "know where decoding starts; pass prefix_lengths (in a training config: data.prefix), the tokens of "
+                "each sequence that run chunk by chunk, 0 to decode all of them."
             )
         o, _ = quantized_decode(
             state_quantizer,
@@ -178,6 +190,7 @@ def quantized_delta_rule(
             cu_seqlens=cu_seqlens,
             prefix_lengths=prefix_lengths,
             lengths=lengths,
+            checkpoint_every=checkpoint_every,
             backend=backend,
         )
         return o, None

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jlaqat import calibration, ops
 from jlaqat.quantizers import (
@@ -285,3 +286,50 @@ def test_observation_is_a_matter_of_the_call_not_of_the_disabled(model):
     enable_quantizer(model, "*")
     assert len(jax.eval_shape(lambda: quantizer_metrics(model, lambda m: m(tiny.batch())))) == 2
     assert calibration.METHODS == ("max", "percentile", "mse")
+
+
+# ── several devices ──
+
+
+def amax_of(model):
+    return {name: np.asarray(x.amax.get_value()) for name, x in find_quantizers(model).items() if x.amax is not None}
+
+
+@pytest.mark.parametrize("method", ["max", "mse"])
+def test_scales_from_sharded_batches_and_parameters_are_those_of_one_device(method):
+    """4 × 2 devices: rows of the batch along one axis, columns of every matrix along the other."""
+    batches = [tiny.batch(seed, size=8) for seed in (0, 1)]
+    whole, cut = (quantize(tiny.Unrolled("gdn", "kda"), STATIC) for _ in range(2))
+    calibrate(whole, forward, batches, method=method)
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    columns, rows = NamedSharding(mesh, PartitionSpec(None, "model")), NamedSharding(mesh, PartitionSpec("data"))
+    nnx.update(cut, jax.tree.map(lambda x: jax.device_put(x, columns), nnx.state(cut, nnx.Param)))
+    calibrate(cut, forward, [jax.device_put(x, rows) for x in batches], method=method)
+    assert len(cut.layers[0].mixer.qkv.get_value().sharding.device_set) == 8
+    assert amax_of(cut).keys() == amax_of(whole).keys() and len(amax_of(whole)) == 2
+    for name, amax in amax_of(whole).items():
+        np.testing.assert_allclose(amax_of(cut)[name], amax, rtol=1e-5)
+        assert amax.min() > 0
+
+
+def test_static_scales_serve_inside_a_shard_map(model):
+    calibrate(quantize(model, STATIC), forward, [tiny.batch(size=4)])
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    local = jax.shard_map(
+        lambda x: model(x), mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data")
+    )
+    x = tiny.batch(2, size=4)
+    np.testing.assert_allclose(jax.jit(local)(x), tiny.run(model, x), rtol=0, atol=1e-5)
+
+
+def test_statistics_inside_a_shard_map_around_the_model_are_refused(model):
+    quantize(model, STATIC)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    rows = PartitionSpec("data")
+
+    def sharded(model, x):
+        return jax.shard_map(lambda x: model(x), mesh=mesh, in_specs=rows, out_specs=rows)(x)
+
+    with pytest.raises(NotImplementedError, match=f"{STATE} gathers statistics, but was called inside.*outside of it"):
+        calibrate(model, sharded, [tiny.batch(size=4)])
+    assert not find_quantizers(model)[STATE].observing and find_quantizers(model)[STATE].amax is None
