@@ -14,7 +14,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jlaqat.blocks import RMSNorm, SequenceModule, ShortConvolution, TokenLayout, l2_normalize, linear
-from jlaqat.checks import check_backend
+from jlaqat.checks import check_backend, check_checkpoint_every
 from jlaqat.decode import delta_rule_step, fresh_carry
 from jlaqat.decode_carry import DecodeCarry
 from jlaqat.decode_policy import DecodePolicy
@@ -56,6 +56,7 @@ class DeltaLayer(SequenceModule):
         initializer_range: float | None,
         dtype: DTypeLike,
         param_dtype: DTypeLike,
+        checkpoint_every: int,
         backend: str,
         rngs: nnx.Rngs,
     ):
@@ -77,6 +78,7 @@ class DeltaLayer(SequenceModule):
                 f"change expand_v."
             )
         check_backend(backend)
+        check_checkpoint_every(checkpoint_every)
         self.hidden_size = hidden_size
         self.num_heads, self.num_v_heads = num_heads, num_v_heads
         self.head_k_dim, self.head_v_dim = head_dim, round(value_dim)
@@ -85,7 +87,7 @@ class DeltaLayer(SequenceModule):
         self.allow_neg_eigval = allow_neg_eigval
         self.initializer_range = initializer_range
         self.dtype, self.param_dtype = dtype, param_dtype
-        self.backend = backend
+        self.checkpoint_every, self.backend = checkpoint_every, backend
 
         key_size, value_size = num_heads * head_dim, num_v_heads * self.head_v_dim
         self.q_proj = self._linear(hidden_size, key_size, rngs=rngs)
@@ -123,6 +125,7 @@ class DeltaLayer(SequenceModule):
             cu_seqlens=layout.cu_seqlens,
             prefix_lengths=layout.prefix_lengths,
             lengths=layout.lengths,
+            checkpoint_every=self.checkpoint_every,
             backend=self.backend,
         )
         return self._output(o, x)
@@ -176,7 +179,7 @@ class DeltaLayer(SequenceModule):
             if quantizer is not None and quantizer.enabled:
                 setting = quantizer.spec.describe() if quantizer.spec is not None else "no setting"
                 raise NotImplementedError(
-                    f"{self.kind}_{site}_quantizer is enabled ({setting}), but nothing says when a decoder rounds: "
+                    f"{quantizer.label.text} is enabled ({setting}), but nothing says when a decoder rounds: "
                     f"token by token is another function than chunk by chunk. Give the module a decode policy (an "
                     f"entry {{module_name: …, cfg: {{…}}}} of the quant_cfg). To decode without rounding, call "
                     f"disable_quantizer(model, '*') or strip_quantizers(model) first; to score with rounding, call the "

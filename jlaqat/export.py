@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from flax import nnx
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jlaqat.checkpoint import Checkpointer
@@ -68,7 +68,8 @@ def load_weights(model: nnx.Module, source: str | Path, *, step: int | None = No
     """Writes saved parameters into `model`, in place, with the shardings it has; quantizers stay as they are.
 
     source: a run's directory, a checkpoint directory (its latest step, or `step`), or an export of either format.
-    Raises CheckpointMismatchError, before anything is changed, listing both sides where names, shapes or dtypes differ.
+    Raises CheckpointMismatchError, before anything is changed, listing both sides where names, shapes or dtypes differ;
+    FileNotFoundError where there are no weights, ValueError for a damaged file.
     """
     params = nnx.state(model, nnx.Param)
     wanted = tree_of(params)
@@ -108,8 +109,11 @@ def _read_params(source: str | Path, step: int | None) -> dict[str, jax.Array]:
 def _safetensors_description(path: Path) -> dict[str, str]:
     if not path.is_file():
         raise FileNotFoundError(f"no weights at {path}: there is no such file.")
-    with safe_open(path, framework="numpy") as file:
-        return describe({n: _Slice(file.get_slice(n)) for n in file.keys()})  # noqa: SIM118
+    try:
+        with safe_open(path, framework="numpy") as file:
+            return describe({n: _Slice(file.get_slice(n)) for n in file.keys()})  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(f"{path} is no safetensors file, or a damaged one: {error}.") from error
 
 
 class _Slice:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
+from jlaqat.checks import is_traced
 from jlaqat.model import Cache, DecoderLM
 
 Array = jax.Array
@@ -31,7 +34,8 @@ def generate(
         prefix, and the state is kept as the policy does, in codes and scales, from the hand-off on.
       prompt: int [B, T], T ≥ 1.
       max_new_tokens: ≥ 1.
-      prompt_mask: [B, T], True at real tokens, where prompts differ in length; padding may stand on either side.
+      prompt_mask: [B, T], True at real tokens, of which each row has one at least, where prompts differ in length;
+        padding may stand on either side.
       temperature: of the softmax; 0 takes the likeliest token.
       top_k: draws among the k likeliest only.
       stop_token: a sequence that draws it repeats it to the end.
@@ -49,10 +53,12 @@ def generate(
         raise ValueError(f"prompt has shape {prompt.shape}; give tokens [batch, length] with length at least 1.")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1.")
-    if temperature < 0:
-        raise ValueError(f"temperature={temperature} must not be negative; 0 takes the likeliest token.")
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature={temperature} must be finite and not negative; 0 takes the likeliest token.")
     if top_k is not None and not 1 <= top_k <= model.config.vocab_size:
         raise ValueError(f"top_k={top_k} is outside [1, vocab_size={model.config.vocab_size}]; None draws among all.")
+    if prompt_mask is not None and not is_traced(prompt_mask) and not np.asarray(prompt_mask).any(axis=-1).all():
+        raise ValueError("prompt_mask leaves a prompt without a token; mark at least one in each row.")
     if rng is None:
         if temperature > 0:
             raise ValueError(

@@ -439,6 +439,9 @@ def test_exports_refuse_what_is_there_and_what_does_not_fit(tmp_path):
         export_stripped(Model(), tmp_path / "x", format="pickle")
     with pytest.raises(FileNotFoundError):
         load_weights(Model(), tmp_path / "nothing.safetensors")
+    (tmp_path / "damaged.safetensors").write_bytes(b"no header")
+    with pytest.raises(ValueError, match="damaged.safetensors is no safetensors file, or a damaged one"):
+        load_weights(Model(), tmp_path / "damaged.safetensors")
 
 
 def test_weights_load_from_a_checkpoint_directory(tmp_path):

@@ -226,7 +226,7 @@ def test_attention_cache_needs_a_size(hybrid):
 
 def test_decoding_with_an_enabled_quantizer_is_refused():
     model = quantize(make(num_layers=1), [STATE_FP8])
-    with pytest.raises(NotImplementedError, match=r"gdn_state_quantizer is enabled.*strip_quantizers"):
+    with pytest.raises(NotImplementedError, match=r"layers\.0\.mixer\.gdn_state_quantizer is enabled.*strip_quantizers"):
         model.decode(tokens(), model.init_cache(2))
     with pytest.raises(NotImplementedError, match=r"gdn_state_quantizer is enabled"):
         generate(model, tokens(), 2, temperature=0)
@@ -279,7 +279,9 @@ def test_sampling():
     ("options", "message"),
     [
         ({"temperature": 1.0}, "pass rng"),
-        ({"temperature": -1.0}, "must not be negative"),
+        ({"temperature": -1.0}, "must be finite and not negative"),
+        ({"temperature": float("nan"), "rng": jax.random.key(0)}, "temperature=nan must be finite"),
+        ({"prompt_mask": jnp.zeros((2, 12), bool).at[0].set(True), "temperature": 0.0}, "a prompt without a token"),
         ({"top_k": 18}, r"top_k=18 is outside \[1, vocab_size=17\]"),
         ({"max_new_tokens": 0}, "max_new_tokens=0 must be at least 1"),
         ({"prompt": jnp.zeros((3,), jnp.int32)}, r"prompt has shape \(3,\)"),
