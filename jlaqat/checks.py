@@ -11,10 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from jlaqat.decode_policy import DecodePolicy
-from jlaqat.spec import DeltaQuant, QuantArrays, QuantConfigError, amax_shape
+from jlaqat.spec import CHUNK_SIZE, DeltaQuant, QuantArrays, QuantConfigError, amax_shape
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 BACKENDS = ("auto", "xla", "recurrent", "reference", "triton")
+
+
+def check_checkpoint_every(every: Any) -> None:
+    """Raises ValueError unless it is a positive integer."""
+    if isinstance(every, bool) or not isinstance(every, numbers.Integral) or every < 1:
+        raise ValueError(
+            f"checkpoint_every={every!r} must be a positive integer, the tokens between two states that are kept for a "
+            f"gradient; give 1 to keep every state, or leave it at {CHUNK_SIZE}."
+        )
 
 
 def check_backend(backend: str) -> None:

@@ -6,7 +6,6 @@ chunk by chunk as `delta_rule` does; its state is handed over, and the tokens af
 
 from __future__ import annotations
 
-import numbers
 from typing import Any
 
 import jax
@@ -96,7 +95,7 @@ def delta_rule_decode(
 
     Source of the maths: arXiv 2412.06464, arXiv 2510.26692; docs/decode.md says what rounds where, and who does it.
     """
-    _check_checkpoint_every(checkpoint_every)
+    checks.check_checkpoint_every(checkpoint_every)
     inputs, tokens, arrays, scale = prepare(
         q, k, v, g, beta, state, quant, prefix_lengths, lengths, cu_seqlens, scale, quant_arrays
     )
@@ -358,14 +357,6 @@ def _inside(tokens: Tokens, B: int, T: int) -> Array:
     known = sequence < prefix.shape[0]
     sequence = jnp.minimum(sequence, prefix.shape[0] - 1)
     return (known & (index - cu[sequence] < prefix[sequence]))[None]
-
-
-def _check_checkpoint_every(every: Any) -> None:
-    if isinstance(every, bool) or not isinstance(every, numbers.Integral) or every < 1:
-        raise ValueError(
-            f"checkpoint_every={every!r} must be a positive integer, the tokens between two states that are kept for a "
-            f"gradient; give 1 to keep every state, or leave it at {CHUNK_SIZE}."
-        )
 
 
 def _by_kernels(backend: str, quant: DecodePolicy, inputs: Inputs) -> str | None:

@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 
 from jlaqat.delta_layer import DeltaCache as DeltaCache
 from jlaqat.delta_layer import DeltaLayer
+from jlaqat.spec import CHUNK_SIZE
 
 Array = jax.Array
 
@@ -68,6 +69,7 @@ class GatedDeltaNet(DeltaLayer):
       norm_eps: of the output norm.
       initializer_range: std of projections and convolutions; None draws them as torch does.
       dtype, param_dtype: of the computation and of the parameters; A_log and dt_bias are always float32.
+      checkpoint_every: under a decode policy, see `jlaqat.delta_rule_decode`.
       backend: of the delta rule, see `jlaqat.delta_rule`.
       rngs: stream "params".
     """
@@ -92,6 +94,7 @@ class GatedDeltaNet(DeltaLayer):
         initializer_range: float | None = None,
         dtype: DTypeLike = jnp.float32,
         param_dtype: DTypeLike = jnp.float32,
+        checkpoint_every: int = CHUNK_SIZE,
         backend: str = "auto",
         rngs: nnx.Rngs,
     ):
@@ -111,6 +114,7 @@ class GatedDeltaNet(DeltaLayer):
             initializer_range=initializer_range,
             dtype=dtype,
             param_dtype=param_dtype,
+            checkpoint_every=checkpoint_every,
             backend=backend,
             rngs=rngs,
         )
@@ -159,6 +163,7 @@ class KimiDeltaAttention(DeltaLayer):
         initializer_range: float | None = None,
         dtype: DTypeLike = jnp.float32,
         param_dtype: DTypeLike = jnp.float32,
+        checkpoint_every: int = CHUNK_SIZE,
         backend: str = "auto",
         rngs: nnx.Rngs,
     ):
@@ -182,6 +187,7 @@ class KimiDeltaAttention(DeltaLayer):
             initializer_range=initializer_range,
             dtype=dtype,
             param_dtype=param_dtype,
+            checkpoint_every=checkpoint_every,
             backend=backend,
             rngs=rngs,
         )

@@ -21,6 +21,7 @@ from jlaqat.attention import Attention, KVCache
 from jlaqat.blocks import RMSNorm, SequenceModule, SwiGLU, TokenLayout, linear
 from jlaqat.layers import DeltaCache, GatedDeltaNet, KimiDeltaAttention
 from jlaqat.quantizers import Quantizer
+from jlaqat.spec import CHUNK_SIZE
 
 Array = jax.Array
 Mixer = GatedDeltaNet | KimiDeltaAttention | Attention
@@ -85,6 +86,8 @@ class ModelConfig:
     scan_layers: bool = False
     # Recompute a layer's activations in the backward pass instead of keeping them.
     remat: bool = False
+    # Under a decode policy: decoded tokens between two states kept for the backward pass, 1 to keep all of them.
+    checkpoint_every: int = CHUNK_SIZE
     # Of the delta rule, see `jlaqat.delta_rule`.
     backend: str = "auto"
 
@@ -168,6 +171,7 @@ def make_mixer(config: ModelConfig, kind: str, *, rngs: nnx.Rngs) -> Mixer:
         "conv_bias": config.conv_bias,
         "allow_neg_eigval": config.allow_neg_eigval,
         "norm_eps": config.norm_eps,
+        "checkpoint_every": config.checkpoint_every,
         "backend": config.backend,
     }
     if kind == "gdn":

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import jlaqat
-from jlaqat import DataConfig, DecodeCarry, DecodePolicy, QuantConfigError, QuantSpec
+from jlaqat import DataConfig, DecodeCarry, DecodePolicy, QuantConfigError, QuantSpec, quantizer
 from jlaqat.decode_policy import PRESETS
 from jlaqat.decode_rules import fields_of
 from jlaqat.quantizers import apply_quantizer_metadata, quantizer_metadata
@@ -47,6 +47,30 @@ def quantized(model, *rules):
 
 def policies(model):
     return [q.policy for name, q in jlaqat.find_quantizers(model).items() if "state" in name]
+
+
+# ---- what is kept for a gradient -------------------------------------------------------------------------------------
+
+
+def test_a_model_says_how_many_states_its_gradient_keeps(monkeypatch):
+    """The op is told, in every layer, and no bit of the gradient changes."""
+    told, decode = [], quantizer.delta_rule_decode
+    monkeypatch.setattr(
+        quantizer, "delta_rule_decode", lambda *a, **k: told.append(k["checkpoint_every"]) or decode(*a, **k)
+    )
+    tokens = jnp.arange(14).reshape(2, 7) % 16
+
+    def gradient(every):
+        config = dataclasses.replace(CONFIG, checkpoint_every=every)
+        model = quantized(jlaqat.DecoderLM(config, rngs=nnx.Rngs(0)), {"module_name": "*", "cfg": {"mode": "token"}})
+        return nnx.grad(lambda model: model(tokens, prefix_lengths=2).sum())(model)
+
+    kept, all_kept = gradient(64), gradient(1)
+    assert told == [64, 64, 1, 1]
+    for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(all_kept), strict=True):
+        assert np.array_equal(a, b)
+    with pytest.raises(ValueError, match="checkpoint_every=0 must be a positive integer"):
+        jlaqat.DecoderLM(dataclasses.replace(CONFIG, checkpoint_every=0), rngs=nnx.Rngs(0))
 
 
 # ---- rules -----------------------------------------------------------------------------------------------------------
