@@ -67,6 +67,21 @@ class Restored(NamedTuple):
     metrics: dict[str, float]  # as given to save
 
 
+def find_checkpoints(path: str | Path, step: int | None = None) -> tuple[Path, int | None]:
+    """(directory of checkpoints, step) that `path` names: a run's directory, a directory of checkpoints, or one step's.
+
+    step: which one, None for the latest. Raises ValueError where the path is that of another step.
+    """
+    path = Path(path).absolute()
+    if (path / "checkpoints").is_dir():
+        return path / "checkpoints", step
+    if path.name.isdigit() and (path / "meta").is_dir():
+        if step not in (None, int(path.name)):
+            raise ValueError(f"step={step} was given, but {path} is step {path.name}; leave one of them out.")
+        return path.parent, int(path.name)
+    return path, step
+
+
 class Checkpointer:
     """Saves and restores a model, its optimizer and its place in the data under `directory`/<step>/.
 
@@ -304,8 +319,11 @@ class Checkpointer:
         """Takes the directory's lock, which the kernel releases when the process dies, however it dies."""
         if jax.process_index() != 0:
             return
-        self.directory.mkdir(parents=True, exist_ok=True)
-        handle = os.open(self.directory / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            handle = os.open(self.directory / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise OSError(f"{self.directory} cannot be written: {error}; choose another directory.") from error
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

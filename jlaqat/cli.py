@@ -79,7 +79,7 @@ class Eval:
     """
 
     checkpoint: Path
-    """A run's directory, or a directory of checkpoints."""
+    """A run's directory, a directory of checkpoints, or that of one step (as `jlaqat train` prints it)."""
     step: int | None = None
     """Which step; the latest unless given."""
     quant: str = "saved"
@@ -92,7 +92,7 @@ class Eval:
     def run(self) -> None:
         from flax import nnx
 
-        from jlaqat.checkpoint import Checkpointer
+        from jlaqat.checkpoint import Checkpointer, find_checkpoints
         from jlaqat.evaluation import evaluate
         from jlaqat.model import DecoderLM
         from jlaqat.quantizers import quantize
@@ -101,9 +101,9 @@ class Eval:
         from jlaqat.study_head import DeltaHead
         from jlaqat.training import TrainConfig
 
-        folder = self.checkpoint / "checkpoints"
-        with Checkpointer(folder if folder.is_dir() else self.checkpoint, read_only=True) as checkpointer:
-            saved = checkpointer.config(self.step)
+        folder, step = find_checkpoints(self.checkpoint, self.step)
+        with Checkpointer(folder, read_only=True) as checkpointer:
+            saved = checkpointer.config(step)
             if saved is None:
                 raise ConfigError(f"{checkpointer.directory} holds no config; save with Checkpointer.save(config=...).")
             config: TrainConfig | HeadRun
@@ -116,7 +116,7 @@ class Eval:
             if self.quant not in ("saved", "none"):
                 quantize(model, load_recipe(self.quant))
             mode = "checkpoint" if self.quant == "saved" else "model"
-            restored = checkpointer.restore(model, step=self.step, quantizers=mode)
+            restored = checkpointer.restore(model, step=step, quantizers=mode)
         batches = self.batches if self.batches is not None else config.evaluation.batches or 8
         scores = evaluate(model, config.eval_data, batches=batches, loss=config.loss_name)
         print(json.dumps({"step": restored.step, "quant": self.quant, "batches": batches, **scores}))

@@ -14,7 +14,7 @@ from flax import nnx
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from jlaqat.checkpoint import Checkpointer
+from jlaqat.checkpoint import Checkpointer, find_checkpoints
 from jlaqat.checkpoint_tree import (
     CheckpointMismatchError,
     compare,
@@ -34,7 +34,8 @@ def export_stripped(
 ) -> Path:
     """Writes the parameters alone, without any trace of quantizers, to `path`; returns it.
 
-    source: a model, or a run's or checkpoint directory (its latest step, or `step`), which needs no model.
+    source: a model; or a run's directory, a directory of checkpoints (its latest step, or `step`) or a step's own,
+    which needs no model.
     format: "orbax" (a directory, nested names) or "safetensors" (a file, dotted names, FLA's dtypes kept); None chooses
     by the suffix `.safetensors`. The file or directory appears only when it is complete.
 
@@ -67,7 +68,8 @@ def export_stripped(
 def load_weights(model: nnx.Module, source: str | Path, *, step: int | None = None) -> nnx.Module:
     """Writes saved parameters into `model`, in place, with the shardings it has; quantizers stay as they are.
 
-    source: a run's directory, a checkpoint directory (its latest step, or `step`), or an export of either format.
+    source: a run's directory, a directory of checkpoints (its latest step, or `step`), a step's own directory, or an
+    export of either format.
     Raises CheckpointMismatchError, before anything is changed, listing both sides where names, shapes or dtypes differ;
     FileNotFoundError where there are no weights, ValueError for a damaged file.
     """
@@ -95,7 +97,7 @@ def _params_directory(source: Path, step: int | None) -> Path:
     """The Orbax item that holds the parameters: of a run, a checkpoint directory, or the export itself."""
     if (source / "_METADATA").is_file():
         return source
-    directory = source / "checkpoints" if (source / "checkpoints").is_dir() else source
+    directory, step = find_checkpoints(source, step)
     with Checkpointer(directory, read_only=True) as checkpointer:
         return checkpointer.step_directory(checkpointer.find_step(step)) / "params"
 

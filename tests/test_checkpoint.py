@@ -447,6 +447,8 @@ def test_exports_refuse_what_is_there_and_what_does_not_fit(tmp_path):
 def test_weights_load_from_a_checkpoint_directory(tmp_path):
     source = Model(1)
     path = saved(tmp_path, source)
+    step = load_weights(Model(quant=FP8), path / "1")  # the step's own directory
+    np.testing.assert_array_equal(step.head.kernel.get_value(), source.head.kernel.get_value())
     model = load_weights(Model(quant=FP8), path)
     np.testing.assert_array_equal(model.head.kernel.get_value(), source.head.kernel.get_value())
     assert any(q.enabled for q in find_quantizers(model).values())

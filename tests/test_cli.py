@@ -119,6 +119,7 @@ def test_help_needs_no_jax():
         (["summary", "--config", "TINY", "quant={quantizer_name: '*'}"], ["must be a recipe's name, or a list"]),
         (["summary", "--config", "TINY", "calibration.method=mean"], ["method='mean'", "max, percentile, mse"]),
         (["summary", "--config", "TINY", "optimizer.learning_rate=.nan"], ["learning_rate=nan must be finite"]),
+        (["train", "--config", "TINY", "--directory", "BINARY"], ["checkpoints cannot be written", "Not a directory"]),
         (["summary", "--config", "BINARY"], ["binary.yaml: not a text file in UTF-8"]),
         (["summary", "--config", "BROKEN"], ["broken.yaml: not valid YAML"]),
         (["study", "--config", "study/demo", "--directory", "D", "formats=[fp3]"], ["formats=['fp3']", "'nvfp4'"]),
@@ -203,6 +204,10 @@ def test_eval_scores_the_held_out_data(tiny, tmp_path, capsys):
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     last = [r for r in records if r.get("kind", r.get("event")) == "eval"][-1]
     assert saved["loss"] == pytest.approx(last["loss"], rel=1e-6)
+    one = json.loads(run_here(capsys, "eval", "--checkpoint", run / "checkpoints" / "2")[1])  # as train prints it
+    assert one == saved
+    status, _, err = run_here(capsys, "eval", "--checkpoint", run / "checkpoints" / "2", "--step", "1")
+    assert status == 2 and "is step 2; leave one of them out" in err
     plain = json.loads(run_here(capsys, "eval", "--checkpoint", run, "--quant", "none", "--batches", "2")[1])
     assert plain["batches"] == 2 and plain["weight"] > saved["weight"]
     longer = json.loads(run_here(capsys, "eval", "--checkpoint", run, "data.seq_len=8")[1])
