@@ -45,7 +45,8 @@ def recreate_quantizers(
     if mode == "match" and (lines := compare("quantizers that are on", on, wanted)):
         remedy = (
             '  Set the model\'s quantizers as in the checkpoint, restore with quantizers="checkpoint" to take its '
-            "or with quantizers=\"model\" to keep the model's and leave the checkpoint's unread."
+            "or with quantizers=\"model\" to keep the model's and leave the checkpoint's unread. A training run goes "
+            "on with the quant that it had; for another, start a new directory with init_from."
         )
         raise CheckpointMismatchError("\n".join([f"the quantizers of {where} are not the model's:", *lines, remedy]))
     try:

@@ -137,6 +137,7 @@ class _Run:
             restored = self.checkpointer.restore(self.model, opt_state=shapes.opt_state)
             logger.info("going on from step %d of %s; %s", step, self.directory, restored.quantizers)
             self._say_changes(restored.config or {})
+            self._calibrate()  # a run without rounding that goes on with static scales
             self.batches.set_state(restored.data_state)
             opt_state = restored.opt_state
             self.metrics = {k: v for k, v in restored.metrics.items() if not k.startswith("eval_")}

@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 import jlaqat.training
-from jlaqat.checkpoint import Checkpointer
+from jlaqat.checkpoint import Checkpointer, CheckpointMismatchError
 from jlaqat.data import DataConfig, make_dataset
 from jlaqat.diagnosis import explain_non_finite, natural_order
 from jlaqat.evaluation import evaluate, evaluate_batches, make_eval_step, make_quantizer_report
@@ -144,6 +144,16 @@ def test_static_scales_are_calibrated_once(tmp_path):
     result = train(dataclasses.replace(run, steps=2), directory=tmp_path)
     scale = find_quantizers(result.model)["layers.0.mixer.gdn_state_quantizer"].amax.get_value()
     assert np.isfinite(scale).all() and (scale > 0).any()
+
+
+def test_a_plain_run_goes_on_with_rounding_but_not_with_another(tmp_path):
+    plain = config(model=GDN, steps=1, evaluation=EvalConfig(batches=0))
+    train(plain, directory=tmp_path)
+    result = train(dataclasses.replace(plain, steps=2, quant=STATIC), directory=tmp_path)
+    (quantizer,) = (q for q in find_quantizers(result.model).values() if q.enabled)
+    assert float(quantizer.amax.get_value().min()) > 0
+    with pytest.raises(CheckpointMismatchError, match="start a new directory with init_from"):
+        train(dataclasses.replace(plain, steps=3, quant=FP8), directory=tmp_path)
 
 
 @pytest.mark.slow
