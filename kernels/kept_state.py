@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from jlaqat.kernels.philox import round_drawn
-from jlaqat.kernels.rounding import compute_scale, decode, encode, magnitude_bits, round_code
+from jlaqat.kernels.rounding import compute_scale, decode, encode, largest_magnitude, round_code
 
 
 @triton.jit
@@ -45,18 +45,17 @@ def round_state(
         return b_value, tl.full([], 1.0, tl.float32), b_value
     else:
         LARGEST: tl.constexpr = 448.0 if FORMAT == "e4m3" else 127.0
-        bits = magnitude_bits(b_s)
         if GRANULARITY == "tile":
-            s, r = compute_scale(tl.max(bits).to(tl.float32, bitcast=True), LARGEST)
+            s, r = compute_scale(largest_magnitude(b_s), LARGEST)
             b_code = _to_code(b_s * r, words, FORMAT, HARDWARE_FP8, DRAWN)
             return b_code, s, b_code.to(tl.float32) * s
         elif GRANULARITY == "key_row":
-            s, r = compute_scale(tl.max(bits, axis=1).to(tl.float32, bitcast=True), LARGEST)
+            s, r = compute_scale(largest_magnitude(b_s, 1), LARGEST)
             b_code = _to_code(b_s * r[:, None], words, FORMAT, HARDWARE_FP8, DRAWN)
             return b_code, s, b_code.to(tl.float32) * s[:, None]
         else:
             tl.static_assert(GRANULARITY == "value_row")
-            s, r = compute_scale(tl.max(bits, axis=0).to(tl.float32, bitcast=True), LARGEST)
+            s, r = compute_scale(largest_magnitude(b_s, 0), LARGEST)
             b_code = _to_code(b_s * r[None, :], words, FORMAT, HARDWARE_FP8, DRAWN)
             return b_code, s, b_code.to(tl.float32) * s[None, :]
 

@@ -62,6 +62,24 @@ def magnitude_bits(x):
 
 
 @triton.jit
+def _larger(x, y):
+    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def largest_magnitude(x, axis: tl.constexpr = None):
+    """max |x| along an axis, or of all; NaN where there is one.
+
+    A maximum that keeps NaN takes |x| as it is, an instruction an element; the interpreter has none. (The scans over
+    chunks, which are short of registers, spill two more with it.)
+    """
+    if INTERPRETED:
+        return tl.max(magnitude_bits(x), axis=axis).to(tl.float32, bitcast=True)
+    else:
+        return tl.reduce(tl.abs(x), axis, _larger)
+
+
+@triton.jit
 def round_e4m3(x, HARDWARE_FP8: tl.constexpr):
     """To the nearest E4M3 value, ties to even; |x| is at most 448 (up to the last bit) or NaN."""
     if HARDWARE_FP8:

@@ -42,6 +42,15 @@ def int8_kernel(p_x, p_r, p_code, p_byte, BLOCK: tl.constexpr):
     tl.store(p_byte + o, rounding.encode(code, "int8", False))
 
 
+@triton.jit
+def amax_kernel(p_x, p_rows, p_columns, p_all, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    o_r, o_c = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    b_x = tl.load(p_x + o_r[:, None] * COLUMNS + o_c[None, :])
+    tl.store(p_rows + o_r, rounding.largest_magnitude(b_x, 1))
+    tl.store(p_columns + o_c, rounding.largest_magnitude(b_x, 0))
+    tl.store(p_all, rounding.largest_magnitude(b_x))
+
+
 def on_gpu(x):
     return torch.from_numpy(x).cuda()
 
@@ -92,3 +101,16 @@ def test_int8_codes_round_twice_as_the_contract_does_and_nan_is_0():
     wanted = np.rint(product)
     assert_bits(code, wanted)
     assert np.array_equal(byte.cpu().numpy().view(np.int8), np.nan_to_num(wanted, nan=0).astype(np.int8))
+
+
+@pytest.mark.parametrize("planted", [None, np.nan, -np.nan, np.inf, -np.inf, -0.0, 2**-149])
+def test_the_largest_magnitude_keeps_nan(planted):
+    x = np.random.default_rng(0).normal(size=(128, 64)).astype(np.float32)
+    if planted is not None:
+        x[77, 5] = planted
+        x[3], x[:, 9] = -0.0, 2**-140  # a row and a column of next to nothing
+    rows, columns, whole = (torch.full((n,), -1.0, device="cuda") for n in (128, 64, 1))
+    amax_kernel[(1,)](on_gpu(x), rows, columns, whole, 128, 64, **CONTRACTED)
+    assert_bits(rows, np.abs(x).max(1))
+    assert_bits(columns, np.abs(x).max(0))
+    assert_bits(whole, np.abs(x).max(keepdims=True).reshape(1))
