@@ -45,6 +45,8 @@ class Attention(SequenceModule):
       head_dim: even, for the rotation.
       rope_theta: base of the rotary frequencies.
       initializer_range, dtype, param_dtype, rngs: as in `GatedDeltaNet`.
+
+    Raises ValueError for head counts that do not divide and an odd head_dim.
     """
 
     kind = "attention"

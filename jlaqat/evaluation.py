@@ -60,6 +60,8 @@ def evaluate(
 
     Returns `loss` (weighted mean over positions), `accuracy` (cross-entropy only) and `weight` (sum of weights).
     loss: None means what the data ask for. mesh: cuts batches along its axis "data"; None means one device.
+
+    Raises ValueError for batches < 1 or an unknown loss, DataConfigError and FileNotFoundError as `make_dataset` does.
     """
     if batches < 1:
         raise ValueError(f"batches={batches} must be at least 1.")

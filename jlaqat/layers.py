@@ -72,6 +72,9 @@ class GatedDeltaNet(DeltaLayer):
       checkpoint_every: under a decode policy, see `jlaqat.delta_rule_decode`.
       backend: of the delta rule, see `jlaqat.delta_rule`.
       rngs: stream "params".
+
+    Called, it takes and gives x in `dtype`, with cu_seqlens or mask (`SequenceModule.__call__`); `decode` goes on token
+    by token. Raises ValueError for sizes that do not fit together.
     """
 
     kind = "gdn"
@@ -140,6 +143,8 @@ class KimiDeltaAttention(DeltaLayer):
     Args: those of `GatedDeltaNet`, without output_gate_activation, and
       safe_gate: decays start at e^{A_log} = 1; needs `lower_bound` (FLA's flag of the same name).
       lower_bound: smallest log decay of a token, in [−5, 0); None leaves it unbounded.
+
+    Raises ValueError for sizes that do not fit together and a bound outside [−5, 0).
     """
 
     kind = "kda"

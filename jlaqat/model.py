@@ -210,6 +210,9 @@ class DecoderLM(SequenceModule):
     """The decoder that `config` describes: `embed`, `layers.{i}` (mixer_norm, mixer, mlp_norm, mlp), `norm`, `lm_head`.
 
     The names are the same with `scan_layers` and without, so checkpoints, weights and quantizers fit both.
+
+    Called on int tokens [B, T] (or float [B, T, input_size]) it gives float32 [B, T, vocab_size or output_size]; with
+    cu_seqlens or mask as `SequenceModule.__call__` says, which lists errors; `decode` goes on token by token.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):

@@ -34,6 +34,8 @@ class OptimizerConfig:
       weight_decay: decoupled weight decay ("adamw", "lion"); others refuse it.
       no_decay: globs of parameter names without weight decay. Vectors and scalars never decay.
       clip_norm: gradients are scaled down to this global norm; None leaves them.
+
+    Raises ValueError naming the field, the value and what is allowed.
     """
 
     name: str = "adamw"
@@ -101,7 +103,10 @@ def decay_mask(params: Any, no_decay: tuple[str, ...]) -> Any:
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """The Optax chain of `config` for a run of `steps` updates: clipping, then the optimizer with its schedule."""
+    """The Optax chain of `config` for a run of `steps` updates: clipping, then the optimizer with its schedule.
+
+    Raises ValueError where the schedule does not fit into so many steps.
+    """
     schedule = make_schedule(config, steps)
 
     def mask(params: Any) -> Any:

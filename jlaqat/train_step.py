@@ -56,6 +56,8 @@ class DistillationConfig:
       temperature: of both softmaxes; the KL divergence is multiplied by its square so that gradients keep their size
         (Hinton et al. 2015). Not used for continuous outputs, which are matched by squared error.
       teacher: "initial" (the weights at the start of the run, unquantized) or a checkpoint directory.
+
+    Raises ValueError for a weight outside [0, 1] and a temperature that is not positive.
     """
 
     weight: float = 0.5
@@ -179,7 +181,7 @@ def create_train_state(model: nnx.Module, optimizer: optax.GradientTransformatio
 
 
 def update_model(model: nnx.Module, state: TrainState) -> nnx.Module:
-    """Writes the state's values into `model`, in place; returns it."""
+    """Writes the state's values into `model`, of the state's structure, in place; returns it."""
     nnx.update(model, state.params, state.quantizers, state.other)
     return model
 

@@ -45,7 +45,10 @@ class _Entry(NamedTuple):
 
 
 def fla_state_dict(module: nnx.Module, *, prefix: str = "") -> dict[str, np.ndarray]:
-    """The parameters of a layer or a DecoderLM under FLA's names, in torch's layout. `prefix` goes before each name."""
+    """The parameters of a layer or a DecoderLM under FLA's names, in torch's layout. `prefix` goes before each name.
+
+    Numpy arrays of the parameters' dtypes and torch's shapes: matrices [out, in], convolutions [channels, 1, width].
+    """
     return {
         name: entry.to_fla(np.asarray(entry.variable.get_value())) for name, entry in _entries(module, prefix).items()
     }

@@ -37,12 +37,14 @@ def test_wheel_brings_exactly_one_top_level_name(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert {n.split("/")[0] for n in names if ".dist-info/" not in n} == {"jlaqat"}
     assert "jlaqat/py.typed" in names and "jlaqat/spec.py" in names
-    for folder in ("configs", "kernels"):
-        wanted = {
-            f"jlaqat/{folder}/{p.relative_to(ROOT / folder)}"
-            for p in (ROOT / folder).rglob("*.yaml" if folder == "configs" else "*.py")
-        }
-        assert wanted <= set(names), f"missing from the wheel: {wanted - set(names)}"
+    for folder, pattern in (
+        ("configs", "*.yaml"),
+        ("kernels", "*.py"),
+        ("kernels", "tuned/*.json"),
+        ("torch_bridge", "*.py"),
+    ):
+        wanted = {f"jlaqat/{folder}/{p.relative_to(ROOT / folder)}" for p in (ROOT / folder).rglob(pattern)}
+        assert wanted and wanted <= set(names), f"missing from the wheel: {wanted - set(names)}"
 
 
 def test_wheel_works_outside_the_repository(wheel, tmp_path):
