@@ -1,7 +1,8 @@
-"""Checkpoints: contents, validation, quantizers on restore, retention, half-written steps, devices, exports."""
+"""Checkpoints: contents, validation, quantizers on restore, retention, half-written steps, devices."""
 
 import json
 import logging
+import pathlib
 import shutil
 import subprocess
 import sys
@@ -17,67 +18,19 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jlaqat
 from jlaqat.checkpoint import Checkpointer, CheckpointMismatchError
-from jlaqat.export import export_stripped, load_weights
-from jlaqat.layers import GatedDeltaNet
-from jlaqat.naming import named_leaves
-from jlaqat.quantizers import QuantizerVariable, find_quantizers, quantize, strip_quantizers
+from jlaqat.quantizers import QuantizerVariable, find_quantizers, strip_quantizers
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+from tiny_checkpoints import FP8, Model, Wider, assert_same, read_plain, restore, saved, values
 
 pytestmark = pytest.mark.usefixtures("compile_quickly")
-FP8 = [{"quantizer_name": "*state_quantizer", "cfg": {"num_bits": "e4m3"}}]
 INT8 = [{"quantizer_name": "*state_quantizer", "cfg": {"num_bits": 8, "narrow_range": True}}]
 STATIC = [{"quantizer_name": "*state_quantizer", "cfg": {"num_bits": "e4m3", "type": "static"}}]
-
-
-class Model(nnx.Module):
-    """Two layers with their quantizers, a dropout stream, and parameters of two dtypes. Never called."""
-
-    def __init__(self, seed=0, width=8, quant=()):
-        rngs = nnx.Rngs(seed)
-        self.layers = nnx.List([GatedDeltaNet(width, head_dim=4, num_heads=2, rngs=rngs) for _ in range(2)])
-        self.head = nnx.Linear(width, 3, rngs=rngs, param_dtype=jnp.bfloat16)
-        self.drop = nnx.Dropout(0.1, rngs=rngs)
-        if quant:
-            quantize(self, quant)
 
 
 @pytest.fixture
 def optimizer():
     return optax.adamw(1e-3)
-
-
-def values(model):
-    """Every array of a model by name, keys as words."""
-    state = nnx.split(model)[1]
-    leaves = named_leaves(state).items()
-    return {
-        n: np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x) for n, x in leaves
-    }
-
-
-def assert_same(a, b, *, names=None):
-    assert list(a) == list(b)
-    for name in names or a:
-        assert a[name].dtype == b[name].dtype, name
-        np.testing.assert_array_equal(a[name], b[name], err_msg=name)
-
-
-def saved(tmp_path, model, **given):
-    with Checkpointer(tmp_path / "ck") as checkpointer:
-        checkpointer.save(1, model, **given)
-    return tmp_path / "ck"
-
-
-def read_plain(path):
-    """What anybody reads with Orbax alone, as NumPy arrays."""
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-        tree = reader.metadata(path).item_metadata.tree
-        args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
-        return reader.restore(path, args=ocp.args.PyTreeRestore(restore_args=args))
-
-
-def restore(path, model, **options):
-    with Checkpointer(path, read_only=True) as checkpointer:
-        return checkpointer.restore(model, **options)
 
 
 # ------------------------------------------------------------------ round trip
@@ -142,13 +95,6 @@ def test_an_asynchronous_save_keeps_the_values_of_its_moment(tmp_path):
 
 
 # ------------------------------------------------------------------ validation
-
-
-class Wider(Model):
-    def __init__(self):
-        super().__init__()
-        self.head = nnx.Linear(8, 5, use_bias=False, rngs=nnx.Rngs(0))
-        self.extra = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
 
 
 def test_a_mismatch_lists_both_sides_and_changes_nothing(tmp_path):
@@ -403,52 +349,3 @@ def test_static_scales_land_on_the_devices_of_the_parameters(tmp_path):
     restore(saved(tmp_path, source), model)
     amax = find_quantizers(model)["layers.0.gdn_state_quantizer"].amax.get_value()
     assert len(amax.sharding.device_set) == 4 and float(amax.max()) == 1.5
-
-
-# ------------------------------------------------------------------ exports
-
-
-@pytest.mark.parametrize("name", ["plain", "plain.safetensors"])
-@pytest.mark.parametrize("from_checkpoint", [False, True])
-def test_exports_hold_plain_weights_and_load(tmp_path, name, from_checkpoint):
-    source = Model(1, quant=FP8)
-    target = tmp_path / name
-    export_stripped(saved(tmp_path, source) if from_checkpoint else source, target)
-    if target.is_file():
-        from safetensors.numpy import load_file
-
-        tensors = load_file(target)
-        assert set(tensors) == set(named_leaves(nnx.state(source, nnx.Param)))
-        assert not any("quantizer" in n for n in tensors)
-    else:
-        assert not any("quantizer" in n for n in named_leaves(read_plain(target)))
-    model = strip_quantizers(Model())
-    load_weights(model, target)
-    names = named_leaves(nnx.state(source, nnx.Param))
-    assert_same({n: values(model)[n] for n in names}, {n: values(source)[n] for n in names})
-    assert find_quantizers(source), "the exported model keeps its quantizers"
-
-
-def test_exports_refuse_what_is_there_and_what_does_not_fit(tmp_path):
-    target = export_stripped(Model(), tmp_path / "w.safetensors")
-    with pytest.raises(FileExistsError, match="never overwrite"):
-        export_stripped(Model(), target)
-    with pytest.raises(CheckpointMismatchError, match=r"head.kernel bfloat16\[8,3\] in the checkpoint, float32\[8,5\]"):
-        load_weights(Wider(), target)
-    with pytest.raises(ValueError, match="'orbax', 'safetensors'"):
-        export_stripped(Model(), tmp_path / "x", format="pickle")
-    with pytest.raises(FileNotFoundError):
-        load_weights(Model(), tmp_path / "nothing.safetensors")
-    (tmp_path / "damaged.safetensors").write_bytes(b"no header")
-    with pytest.raises(ValueError, match="damaged.safetensors is no safetensors file, or a damaged one"):
-        load_weights(Model(), tmp_path / "damaged.safetensors")
-
-
-def test_weights_load_from_a_checkpoint_directory(tmp_path):
-    source = Model(1)
-    path = saved(tmp_path, source)
-    step = load_weights(Model(quant=FP8), path / "1")  # the step's own directory
-    np.testing.assert_array_equal(step.head.kernel.get_value(), source.head.kernel.get_value())
-    model = load_weights(Model(quant=FP8), path)
-    np.testing.assert_array_equal(model.head.kernel.get_value(), source.head.kernel.get_value())
-    assert any(q.enabled for q in find_quantizers(model).values())

@@ -1,8 +1,9 @@
-"""The decoder: configuration, scan and remat against the plain loop, packing, decoding, generation, training."""
+"""The decoder: configuration, scan and remat against the plain loop, packing, decoding, training."""
 
 import functools
 import pathlib
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -12,51 +13,23 @@ import pytest
 from flax import nnx
 
 from jlaqat.generation import generate
-from jlaqat.model import DecoderLM, ModelConfig, count_params
+from jlaqat.model import ModelConfig, count_params
 from jlaqat.quantizers import Quantizer, QuantizerVariable, disable_quantizer, quantize
 from jlaqat.testing import assert_close
 from jlaqat.weights import fla_state_dict, load_fla_state_dict
 
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+from tiny_models import QUICK, SIZES, T, apply, make, tokens
+
 pytestmark = pytest.mark.usefixtures("compile_quickly")
 
 DOCS = pathlib.Path(__file__).resolve().parents[1] / "docs"
-T = 70  # a whole chunk and a part of one
-QUICK = {"xla_backend_optimization_level": 0}  # compiling is what these tests spend their time on
-SIZES = {
-    "vocab_size": 17,
-    "hidden_size": 24,
-    "intermediate_size": 32,
-    "head_dim": 8,
-    "num_heads": 2,
-    "num_v_heads": 4,
-    "expand_v": 1.5,
-    "num_attention_heads": 2,
-    "num_kv_heads": 1,
-    "attention_head_dim": 12,
-}
 STATE_FP8 = {"quantizer_name": "*state_quantizer", "cfg": {"num_bits": "e4m3", "type": "dynamic", "axis": [0, 1]}}
-
-
-def make(**options):
-    return DecoderLM(ModelConfig(**SIZES | options), rngs=nnx.Rngs(0))
-
-
-def tokens(batch=2, length=T, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).integers(0, 17, (batch, length)), jnp.int32)
-
-
-@functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
-def _apply(graph, state, x, cu_seqlens, mask):
-    return nnx.merge(graph, state)(x, cu_seqlens=cu_seqlens, mask=mask)
 
 
 @functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
 def _decode(graph, state, x, cache, mask):
     return nnx.merge(graph, state).decode(x, cache, mask=mask)
-
-
-def apply(model, x, cu_seqlens=None, mask=None):
-    return _apply(*nnx.split(model), x, cu_seqlens, mask)
 
 
 def decode(model, x, cache, mask=None):
@@ -226,70 +199,12 @@ def test_attention_cache_needs_a_size(hybrid):
 
 def test_decoding_with_an_enabled_quantizer_is_refused():
     model = quantize(make(num_layers=1), [STATE_FP8])
-    with pytest.raises(NotImplementedError, match=r"layers\.0\.mixer\.gdn_state_quantizer is enabled.*strip_quantizers"):
+    with pytest.raises(
+        NotImplementedError, match=r"layers\.0\.mixer\.gdn_state_quantizer is enabled.*strip_quantizers"
+    ):
         model.decode(tokens(), model.init_cache(2))
     with pytest.raises(NotImplementedError, match=r"gdn_state_quantizer is enabled"):
         generate(model, tokens(), 2, temperature=0)
-
-
-# ── generation ──
-
-
-def test_generation_equals_repeated_forward_passes():
-    """Greedy, from two prompts of unequal length; one stops."""
-    model = make(num_layers=2, pattern=("gdn", "attention"))
-    prompt, mask = tokens(2, 5), np.array([[True] * 5, [False] * 2 + [True] * 3])
-    graph, state = nnx.split(model)
-
-    @functools.partial(jax.jit, compiler_options=QUICK)
-    def greedy(state, stop_token):
-        model = nnx.merge(graph, state)
-        return generate(model, prompt, 4, prompt_mask=mask, temperature=0, stop_token=stop_token)
-
-    new = greedy(state, -1)
-    assert new.shape == (2, 4) and new.dtype == jnp.int32
-    text = jnp.zeros((2, 9), jnp.int32)
-    for row in range(2):
-        text = text.at[row, : mask[row].sum() + 4].set(jnp.concatenate([prompt[row][mask[row]], new[row]]))
-    logits = apply(model, text)
-    for row, length in enumerate(mask.sum(axis=1)):
-        expected = jnp.argmax(logits[row, length - 1 : length + 3], axis=-1)
-        np.testing.assert_array_equal(new[row], expected)
-    assert len(set(np.asarray(new).ravel().tolist())) > 2  # not one token over and over
-    stop = int(new[0, 1])
-    stopped = greedy(state, stop)
-    np.testing.assert_array_equal(stopped[0, 1:], [stop] * 3)
-
-
-def test_sampling():
-    model = make(num_layers=1, pattern=("attention",))
-    prompt = jnp.zeros((200, 1), jnp.int32)
-    logits = np.asarray(apply(model, prompt[:1])[0, 0], np.float64)
-    drawn = np.asarray(generate(model, prompt, 1, temperature=0.7, top_k=3, rng=jax.random.key(0)))[:, 0]
-    best = np.argsort(logits)[-3:]
-    assert set(drawn) == set(best)
-    p = np.exp(logits[best] / 0.7)
-    counts = np.array([(drawn == token).sum() for token in best])
-    assert np.abs(counts / 200 - p / p.sum()).max() < 0.15
-    again = generate(model, prompt, 1, temperature=0.7, top_k=3, rng=jax.random.key(0))
-    np.testing.assert_array_equal(again[:, 0], drawn)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"temperature": 1.0}, "pass rng"),
-        ({"temperature": -1.0}, "must be finite and not negative"),
-        ({"temperature": float("nan"), "rng": jax.random.key(0)}, "temperature=nan must be finite"),
-        ({"prompt_mask": jnp.zeros((2, 12), bool).at[0].set(True), "temperature": 0.0}, "a prompt without a token"),
-        ({"top_k": 18}, r"top_k=18 is outside \[1, vocab_size=17\]"),
-        ({"max_new_tokens": 0}, "max_new_tokens=0 must be at least 1"),
-        ({"prompt": jnp.zeros((3,), jnp.int32)}, r"prompt has shape \(3,\)"),
-    ],
-)
-def test_generation_that_cannot_work(hybrid, options, message):
-    with pytest.raises(ValueError, match=message):
-        generate(hybrid, **{"prompt": tokens(), "max_new_tokens": 2} | options)
 
 
 # ── scan, remat, training ──
