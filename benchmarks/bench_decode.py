@@ -137,6 +137,7 @@ def step_rows(quick: bool):
 def forward_rows(quick: bool):
     yield from kernel_rows("512 tokens", *((1, 64, 2, 64) if quick else (8, 512, 16, 128)))
     yield from kernel_rows("backward of 64 tokens", *((1, 64, 2, 64) if quick else (8, 64, 16, 128)), backward=True)
+    yield from kernel_rows("backward of 512 tokens", *((1, 64, 2, 64) if quick else (8, 512, 16, 128)), backward=True)
 
 
 def replay_rows(quick: bool):
