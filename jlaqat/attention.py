@@ -126,7 +126,7 @@ class Attention(SequenceModule):
         return rotary(q, positions, self.rope_theta), rotary(k, positions, self.rope_theta), v
 
     def _output(self, o: Array) -> Array:
-        return self.o_proj(o.reshape(*o.shape[:2], -1))
+        return self.o_proj(o.reshape(*o.shape[:2], self.num_heads * self.head_dim))
 
     def _check_input(self, x: Array) -> None:
         if x.ndim != 3 or x.shape[-1] != self.hidden_size:

@@ -215,7 +215,8 @@ class DeltaLayer(SequenceModule):
     def _output(self, o: Array, x: Array) -> Array:
         """o [B, T, HV, V] normalised by head, gated by x, and projected: [B, T, D]."""
         gate = self._output_gate(x).reshape(o.shape) if self.use_gate else None
-        return self.o_proj(self.o_norm(o, gate).reshape(*o.shape[:2], -1))
+        o = self.o_norm(o, gate)
+        return self.o_proj(o.reshape(*o.shape[:2], self.num_v_heads * self.head_v_dim))
 
     def _quantizer(self, site: str) -> Quantizer | None:
         return getattr(self, f"{self.kind}_{site}_quantizer")

@@ -192,6 +192,10 @@ def test_prompt_and_steps_equal_the_whole(hybrid):
     assert np.isnan(np.asarray(y[0])).all() and np.isfinite(np.asarray(y[1])).all()
 
 
+def test_sequences_without_tokens(hybrid):
+    assert apply(hybrid, tokens(length=0)).shape == (2, 0, 17)
+
+
 def test_attention_cache_needs_a_size(hybrid):
     with pytest.raises(ValueError, match="pass max_length"):
         hybrid.init_cache(2)
