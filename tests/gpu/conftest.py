@@ -24,7 +24,8 @@ import pytest
 
 if jax.config.jax_platforms in (None, "", "cuda"):  # read when tests/conftest.py imported JAX
     jax.config.update("jax_platforms", "cuda,cpu")
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # kernel_oracle, kernel_checks
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent), str(HERE)]  # kernel_oracle, kernel_checks; record
 
 import record
 
