@@ -25,7 +25,8 @@ import pytest
 if jax.config.jax_platforms in (None, "", "cuda"):  # read when tests/conftest.py imported JAX
     jax.config.update("jax_platforms", "cuda,cpu")
 HERE = pathlib.Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent), str(HERE)]  # kernel_oracle, kernel_checks; record
+sys.path.insert(0, str(HERE))  # record
+sys.path.insert(0, str(HERE.parent))  # kernel_oracle, kernel_checks
 
 import record
 
