@@ -140,6 +140,11 @@ def round_keys(k: Array, policy: DecodePolicy) -> Array:
     return _round_factor(k, policy, k.shape[-1])
 
 
+def key_codes(k: Array) -> tuple[Array, Array]:
+    """(E4M3 codes, a scale a key [..., H]) of keys [..., H, K] as a ring under factor_qdq keeps them."""
+    return quantize_codes(k, _FACTOR, site="w")
+
+
 def round_updates(r: Array, policy: DecodePolicy) -> Array:
     """r [..., HV, V] as the ring keeps it, gradient straight through."""
     return _round_factor(r, policy, policy.factor_block)

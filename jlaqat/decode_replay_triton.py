@@ -16,22 +16,33 @@ import jax
 import jax.numpy as jnp
 
 from jlaqat.chunked import Inputs
-from jlaqat.decode_carry import DecodeCarry, Stored, pack, unpack
+from jlaqat.decode_carry import DecodeCarry, Stored, key_codes, pack, unpack
 from jlaqat.decode_counters import counted_by, counters_of
 from jlaqat.decode_policy import DecodePolicy
 from jlaqat.decode_scan import Span, decode_scan
 from jlaqat.decode_triton import as_kept, as_stored, bounds_of, options_of, tokens_inside
 from jlaqat.kernel_calls import Target, kernel_call, target_of
+from jlaqat.rounding import CODE_DTYPES
 from jlaqat.spec import QuantArrays
 
 Array = jax.Array
+
+
+class RingArrays(NamedTuple):
+    """The ring as `DecodeCarry` has it."""
+
+    k: Array
+    r: Array
+    g: Array
+    k_scale: Array | None  # under factor_qdq
+    r_scale: Array | None
 
 
 class Kept(NamedTuple):
     """What the kernels take of a carry."""
 
     stored: Stored
-    ring: tuple[Array, Array, Array]  # k, r, g as `DecodeCarry` has them
+    ring: RingArrays
     cursor: Array  # [N] int32, for which kernels return nothing: it counts sequences, and they vary with heads
     counters: Array | None  # [N, HV, 4] int32, for stochastic rounding: see `decode_counters`
     residual: Array | None  # [N, HV, K, V] float32, with error feedback
@@ -46,7 +57,7 @@ ROLES: Any = Kept(*("rows", "tokens", "sequences", "rows", "rows"))  # type: ign
 
 def kept_of(carry: DecodeCarry, counters: Array | None) -> Kept:
     assert carry.ring_k is not None and carry.ring_r is not None and carry.ring_g is not None
-    ring = (carry.ring_k, carry.ring_r, carry.ring_g)
+    ring = RingArrays(carry.ring_k, carry.ring_r, carry.ring_g, carry.ring_k_scale, carry.ring_r_scale)
     return Kept(Stored(carry.values, carry.scale), ring, carry.cursor, counters, carry.residual)
 
 
@@ -69,13 +80,13 @@ def decode_replay(
     kept = kept_of(carry, counters_of(policy, carry.position, inputs.v.shape[2], arrays))
     target = target_of(portable=portable)
     kept = jax.lax.stop_gradient(kept)
-    o, (values, values_scale), (k, r, g), residual = _decode(target, policy, scale, inputs, kept, span)
+    o, (values, values_scale), ring, residual = _decode(target, policy, scale, inputs, kept, span)
     bounds = bounds_of(span, *inputs.k.shape[:2])
     count = inputs.k.shape[1] if bounds is None else bounds.count
     position, cursor = carry.position + count, (carry.cursor + count) % policy.ring_length
-    ring = dict(ring_k=k, ring_r=r, ring_g=g, cursor=cursor)
-    after = dict(values=values, scale=values_scale, residual=residual, position=position)
-    return o, dataclasses.replace(carry, **after, **ring)
+    after = dict(values=values, scale=values_scale, residual=residual, position=position, cursor=cursor)
+    entries = {f"ring_{name}": x for name, x in ring._asdict().items()}
+    return o, dataclasses.replace(carry, **after, **entries)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -105,13 +116,13 @@ _decode.defvjp(_decode_fwd, _decode_bwd)
 
 @functools.cache
 def _forward(target: Target, policy: DecodePolicy, scale: float, with_saved: bool):
-    """(tokens, kept, span) -> (o, checkpoints, ring, residual, (r, checkpoints as the kernels keep them) or None)."""
+    """(tokens, kept, span) -> (o, checkpoints, ring, residual, (r, r_scale, saved) of the forward or None)."""
 
     def kernels(tokens: Any, kept: Kept, span: Span):
-        options = options_of(target, policy, scale)
+        options = replay_options(target, policy, scale)
         out = launch_forward(target.run, options, tokens, kept, span, with_saved)
-        saved = (out.r, out.saved) if with_saved else None
-        return out.o, as_stored(out.state, policy), tuple(out.ring[:3]), out.state.lost, saved
+        saved = (out.r, out.r_scale, out.saved) if with_saved else None
+        return out.o, as_stored(out.state, policy), arrays_of(out.ring), out.state.lost, saved
 
     def elsewhere(tokens: Any, kept: Kept, span: Span):
         """Nothing saved: the backward starts from the inputs again."""
@@ -134,7 +145,7 @@ def _backward(target: Target, policy: DecodePolicy, scale: float):
     """(tokens, kept, span, saved, do) -> gradients of the five operands and of the entering state."""
 
     def kernels(tokens: Any, kept: Kept, span: Span, saved: Any, do: Array):
-        return launch_backward(target.run, options_of(target, policy, scale), tokens, kept, span, saved, do)
+        return launch_backward(target.run, replay_options(target, policy, scale), tokens, kept, span, saved, do)
 
     def elsewhere(tokens: Any, kept: Kept, span: Span, saved: Any, do: Array):
         def run(tokens: Any, S: Array):
@@ -161,13 +172,14 @@ def _by_scan(policy: DecodePolicy, scale: float, tokens: Any, kept: Kept, S: Arr
     arrays = counted_by(kept.counters, kept.cursor.shape[0])[1]
     o, memory = decode_scan(policy, scale, inputs, memory, span, arrays)
     carry = pack(memory, policy, k.shape[2], g.ndim == 4)
-    return o, Stored(carry.values, carry.scale), (carry.ring_k, carry.ring_r, carry.ring_g), carry.residual
+    after = kept_of(carry, None)
+    return o, after.stored, after.ring, after.residual
 
 
 def _memory(kept: Kept, policy: DecodePolicy) -> Any:
-    (values, scale), (k, r, g), cursor, counters, residual = kept
+    (values, scale), entries, cursor, counters, residual = kept
     position = counted_by(counters, cursor.shape[0])[0]
-    ring: Any = dict(ring_k=k, ring_k_scale=None, ring_r=r, ring_r_scale=None, ring_g=g, cursor=cursor)
+    ring: Any = {f"ring_{name}": x for name, x in entries._asdict().items()} | {"cursor": cursor}
     rest: Any = dict(residual=residual, position=position, policy=policy.signature)
     return unpack(DecodeCarry(values=values, scale=scale, **ring, **rest), policy, jnp.float32)
 
@@ -181,19 +193,29 @@ def _only(bounds: Any, x: Array) -> Array:
 
 
 def _ring(kept: Kept) -> Any:
+    """Codes as the bytes that the kernels read."""
     from jlaqat.kernels.replay_pipeline import Ring
 
-    return Ring(*kept.ring, kept.cursor)
+    k, r, g, k_scale, r_scale = kept.ring
+    if k_scale is not None:
+        k, r = (jax.lax.bitcast_convert_type(x, jnp.uint8) for x in (k, r))
+    return Ring(k, r, g, kept.cursor, k_scale, r_scale)
 
 
-def _in_ring_dtype(tokens: Any, kept: Kept) -> Any:
-    """The tokens, k as the ring has it: its values are the same."""
-    from jlaqat.kernels.replay_pipeline import Tokens
-
-    return Tokens(*tokens)._replace(k=tokens[1].astype(kept.ring[0].dtype))
+def arrays_of(ring: Any) -> RingArrays:
+    k, r = ring.k, ring.r
+    if ring.coded:
+        k, r = (jax.lax.bitcast_convert_type(x, CODE_DTYPES["e4m3"]) for x in (k, r))
+    return RingArrays(k, r, ring.g, ring.k_scale, ring.r_scale)
 
 
 # ------------------------------------------------------------------ launches
+
+
+def replay_options(target: Target, policy: DecodePolicy, scale: float) -> Any:
+    """As token mode has them; under factor_qdq a program has the columns that share a scale of r."""
+    options = options_of(target, policy, scale)
+    return dataclasses.replace(options, width=policy.factor_block) if policy.factor_qdq else options
 
 
 def launch_forward(run: Any, options: Any, tokens: Any, kept: Kept, span: Span, save: bool) -> Any:
@@ -203,8 +225,9 @@ def launch_forward(run: Any, options: Any, tokens: Any, kept: Kept, span: Span, 
     rows = tokens[0].shape[:2]
     bounds, state, ring, counters = bounds_of(span, *rows), kept.state, _ring(kept), kept.counters
     if not save and rows[1] == 1 and bounds is None:
-        return pipeline.step(run, pipeline.Tokens(*tokens), state, ring, options, counters=counters)
-    operands, which = _in_ring_dtype(tokens, kept), {"bounds": bounds, "counters": counters, "save": save}
+        operands = _kept_tokens(tokens, ring) if ring.coded else pipeline.Tokens(*tokens)  # casts as it reads
+        return pipeline.step(run, operands, state, ring, options, counters=counters)
+    operands, which = _kept_tokens(tokens, ring), {"bounds": bounds, "counters": counters, "save": save}
     out = pipeline.forward(run, operands, state, ring, options, **which)
     return out._replace(o=_only(bounds, out.o))
 
@@ -212,12 +235,22 @@ def launch_forward(run: Any, options: Any, tokens: Any, kept: Kept, span: Span, 
 def launch_backward(
     run: Any, options: Any, tokens: Any, kept: Kept, span: Span, saved: Any, do: Array
 ) -> tuple[Array, ...]:
-    """Gradients of the five operands and of the entering states; saved: (r, checkpoints) of the forward."""
+    """Gradients of the five operands and of the entering states; saved: r, r_scale and checkpoints of the forward."""
     from jlaqat.kernels import replay_pipeline as pipeline
 
-    (r, checkpoints), ring, state = saved, _ring(kept), kept.state
-    bounds = bounds_of(span, *do.shape[:2])
-    out, d_leaving = pipeline.Output(do, state, ring, r, checkpoints), jnp.zeros(kept.stored.values.shape, jnp.float32)
-    operands = _in_ring_dtype(tokens, kept)
+    ring, state, bounds = _ring(kept), kept.state, bounds_of(span, *do.shape[:2])
+    out, d_leaving = pipeline.Output(do, state, ring, *saved), jnp.zeros(kept.stored.values.shape, jnp.float32)
+    operands = _kept_tokens(tokens, ring)
     gradients = pipeline.backward(run, operands, state, ring, out, do, d_leaving, options, bounds=bounds)
     return *(_only(bounds, d) for d in gradients[:5]), gradients.state
+
+
+def _kept_tokens(tokens: Any, ring: Any) -> Any:
+    """The tokens, k as the ring has it: its values are the same."""
+    from jlaqat.kernels.replay_pipeline import Tokens
+
+    q, k, v, g, beta = tokens
+    if not ring.coded:
+        return Tokens(q, k.astype(ring.k.dtype), v, g, beta)
+    codes, scale = key_codes(k)
+    return Tokens(q, jax.lax.bitcast_convert_type(codes, jnp.uint8), v, g, beta, scale)

@@ -38,16 +38,20 @@ def why_not(policy: DecodePolicy, key_dim: int, dtype: Any) -> str | None:
     reason = cannot_run()
     if reason is not None:
         return reason
+    from jlaqat.kernels import recurrent_pipeline
+
     if dtype == jnp.float64:
         return "the kernels compute in float32 and the inputs are float64"
     if policy.mode == "handoff":
         return "the kernels round after every token or by replay, not in mode='handoff'"
-    if policy.factor_qdq:
-        return "the kernels keep a ring in float32 or bfloat16, not in E4M3 (factor_qdq=True)"
+    by_key_row = policy.state is not None and policy.state.granularity == "key_row"
+    if policy.factor_qdq and by_key_row and policy.factor_block != recurrent_pipeline.KEY_ROW:
+        return (
+            f"beside a state by key_row the kernels scale r by {recurrent_pipeline.KEY_ROW} values "
+            f"(factor_qdq=True), not by block_v={policy.factor_block}"
+        )
     if policy.state is not None and not policy.keeps_codes:
         return "the kernels start from a rounded state (quantize_initial=True)"
-    from jlaqat.kernels import recurrent_pipeline
-
     return recurrent_pipeline.why_not(policy.state, key_dim, draws=True)
 
 

@@ -164,7 +164,8 @@ def compile_recurrent(
 ) -> list[Compiled]:
     """Compiles the recurrence, forward and backward; with a window that of replay, and its step.
 
-    heads: of q and k, and of v. packed: `batch` sequences in one row. feedback: of errors, with a window.
+    heads: of q and k, and of v. packed: `batch` sequences in one row. feedback: of errors, with a window. ring_dtype:
+    "uint8" for codes.
     """
     h, hv = heads
     rows = 1 if packed else batch
@@ -202,13 +203,19 @@ def compile_recurrent(
 
     cursor = FakeArray((batch,), "int32")
     entries = (first(k, window), FakeArray((batch, window, hv, value_dim), ring_dtype), first(g, window))
-    ring = replay_pipeline.Ring(*entries, cursor)
-    one = recurrent_pipeline.Tokens(*(first(x, 1) for x in operands))
+    ring, replayed_tokens = replay_pipeline.Ring(*entries, cursor), replay_pipeline.Tokens(*operands)
+    if ring.coded:
+        scales = FakeArray((rows, tokens, h), "float32")
+        groups = recurrent_pipeline.Call(operands, options).programs_v
+        of_r = FakeArray((batch, window, hv, groups), "float32")
+        ring = ring._replace(k_scale=first(scales, window), r_scale=of_r)
+        replayed_tokens = replayed_tokens._replace(k_scale=scales)
+    one = replay_pipeline.Tokens(*(x and first(x, 1) for x in replayed_tokens))
     if feedback:
         entering = entering._replace(lost=d_leaving)
     replay_pipeline.step(run, one, entering, ring, options, counters=counters)
-    replayed = replay_pipeline.forward(run, operands, entering, ring, options, counters=counters, save=True)
-    replay_pipeline.backward(run, operands, entering, ring, replayed, v, d_leaving, options)
+    replayed = replay_pipeline.forward(run, replayed_tokens, entering, ring, options, counters=counters, save=True)
+    replay_pipeline.backward(run, replayed_tokens, entering, ring, replayed, v, d_leaving, options)
     return report
 
 

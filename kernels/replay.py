@@ -3,7 +3,7 @@
 `replay_step_kernel` decodes one token and changes checkpoint and ring in place: as a rule it appends an entry and
 writes nothing else. `replay_forward_kernel` walks many tokens through the same functions (`replay_token`), which find
 everything in the same place in registers: both have the same bits. A program holds the columns i_v..i_v+BV of one state
-of one sequence and value head. Contraction is off at launch.
+of one sequence and value head. Contraction is off at launch. The backward: `replay_backward`.
 
 Formulas: docs/decode.md (mode "replay").
 """
@@ -13,9 +13,8 @@ import triton.language as tl
 
 from jlaqat.kernels.kept_state import load_kept, load_rounded, load_scales, store_rounded
 from jlaqat.kernels.recurrent import load_token, locate_program, rows_of
-from jlaqat.kernels.replay_ring import append, store_ring
+from jlaqat.kernels.replay_ring import append, keep_key, load_factor_scale, store_ring, store_update
 from jlaqat.kernels.replay_token import (
-    decayed_state,
     flush_token,
     join_token,
     load_counters,
@@ -23,21 +22,23 @@ from jlaqat.kernels.replay_token import (
     load_parts,
     store_lost,
 )
-from jlaqat.kernels.token_gradients import store_token_gradients
 
 
 @triton.jit
 def replay_step_kernel(
     p_q,  # [N, 1, H, K]
-    p_k,  # [N, 1, H, K]
+    p_k,  # [N, 1, H, K], E4M3 codes where the ring has those
+    p_k_scale,  # [N, 1, H] float32, of codes; any array without codes
     p_v,  # [N, 1, HV, V]
     p_g,  # [N, 1, HV] or [N, 1, HV, K] float32
     p_beta,  # [N, 1, HV]
     p_values,  # in place: [N, HV, K, V], the checkpoints; codes (uint8), 16-bit floats or float32
     p_scale,  # in place: their scales, see `store_rounded`; any array where there are none
-    p_ring_k,  # in place: [N, LENGTH, H, K] float32 or bfloat16
+    p_ring_k,  # in place: [N, LENGTH, H, K] float32, bfloat16 or E4M3 codes (uint8)
     p_ring_r,  # in place: [N, LENGTH, HV, V], likewise
     p_ring_g,  # in place: [N, LENGTH, HV] or [N, LENGTH, HV, K] float32
+    p_ring_k_scale,  # in place: [N, LENGTH, H] float32, of codes; any array without codes
+    p_ring_r_scale,  # in place: [N, LENGTH, HV, programs along V], likewise
     p_cursor,  # [N] int32, entries in the ring
     p_counters,  # [N, HV, 4] int32, as `recurrent_forward_kernel` has them; any array where not DRAWN
     p_lost,  # in place: [N, HV, K, V] float32, what the last rounding lost; any array where not FEEDBACK
@@ -66,18 +67,20 @@ def replay_step_kernel(
     o_k = tl.arange(0, BK)
     o_v = i_v + tl.arange(0, BV)
     at = (i_n, i_n)
-    ring = (p_ring_k, p_ring_r, p_ring_g)
-    dims: tl.constexpr = (H, HV, K, V, BK, BV, LENGTH, BL)
+    ring = (p_ring_k, p_ring_r, p_ring_g, p_ring_k_scale, p_ring_r_scale)
+    dims: tl.constexpr = (H, HV, K, V, BK, BV, LENGTH, BL, HARDWARE_FP8)
     head = i_n * HV + i_hv
     cursor = tl.load(p_cursor + i_n)
     window = (cursor, 0)
     q, k, v, g, beta = load_token(p_q, p_k, p_v, p_g, p_beta, i_n, i_h, i_hv, o_k, o_v, H, HV, K, V, IS_KDA)
+    k_scale = load_factor_scale(p_k, p_k_scale, i_n * H + i_h)
     if cursor == LENGTH - 1:
         b_s = load_rounded(p_values, p_scale, head, i_v, K, V, BK, BV, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR)
-        b_o, b_r, b_code, b_scale, b_lost = flush_token(
+        b_o, b_r, r_scale, b_code, b_scale, b_lost = flush_token(
             b_s,
             load_lost(p_lost, head, i_v, K, V, BK, BV, FEEDBACK),
             (q, k, v, g, beta),
+            k_scale,
             load_counters(p_counters, head, 1, DRAWN),
             scale,
             ring,
@@ -103,11 +106,12 @@ def replay_step_kernel(
         store_lost(p_lost, head, b_lost, i_v, K, V, FEEDBACK)
         tl.store(p_o + head * V + o_v, b_o.to(p_o.dtype.element_ty), mask=o_v < V)
     else:
-        b_o, b_r = join_token(
+        b_o, b_r, r_scale = join_token(
             load_parts(p_values, head, i_v, K, V, BK, BV, BL, FORMAT, HARDWARE_FP8, VECTOR),
             load_scales(p_scale, head, i_v, K, V, BK, BV, FORMAT, GRANULARITY),
             p_q + (i_n * H + i_h) * K,
             p_k + (i_n * H + i_h) * K,
+            k_scale,
             v,
             g,
             beta,
@@ -124,7 +128,8 @@ def replay_step_kernel(
             GRANULARITY,
             True,
         )
-        append(ring, i_n * LENGTH + cursor, k, b_r, g, i_v, i_h, i_hv, dims, IS_KDA)
+        b_k = keep_key(k, p_ring_k)
+        append(ring, i_n * LENGTH + cursor, b_k, k_scale, b_r, r_scale, g, i_v, i_h, i_hv, dims, IS_KDA)
         tl.store(p_o + head * V + o_v, b_o.to(p_o.dtype.element_ty), mask=o_v < V)
     tl.store(p_cursor_out + i_n, (cursor + 1) % LENGTH, mask=(i_v == 0) & (i_hv == 0))
 
@@ -133,14 +138,17 @@ def replay_step_kernel(
 def replay_forward_kernel(
     p_q,  # [B, T, H, K]
     p_k,  # [B, T, H, K] in the ring's dtype
+    p_k_scale,  # [B, T, H] float32, of codes; any array without codes
     p_v,  # [B, T, HV, V]
     p_g,  # [B, T, HV] or [B, T, HV, K] float32
     p_beta,  # [B, T, HV]
     p_values,  # [N, HV, K, V], the checkpoints that enter, and their scales
     p_scale,
-    p_ring_k,  # [N, LENGTH, H, K] float32 or bfloat16, the ring that enters
-    p_ring_r,  # [N, LENGTH, HV, V]
-    p_ring_g,  # [N, LENGTH, HV] or [N, LENGTH, HV, K] float32
+    p_ring_k,  # the ring that enters, as the step has it
+    p_ring_r,
+    p_ring_g,
+    p_ring_k_scale,
+    p_ring_r_scale,
     p_cursor,  # [N] int32
     p_counters,  # [N, HV, 4] int32; any array where not DRAWN
     p_lost,  # [N, HV, K, V] float32; any array where not FEEDBACK
@@ -148,11 +156,14 @@ def replay_forward_kernel(
     p_count,  # [N] int32
     p_o,  # out: [B, T, HV, V]; rows of no sequence are not written, as those of p_r
     p_r,  # out: [B, T, HV, V] in the ring's dtype, every token's update
+    p_r_scale,  # out: [B, T, HV, programs along V] float32, of codes
     p_values_out,  # out: [N, HV, K, V], the checkpoints that leave, and their scales
     p_scale_out,
     p_ring_k_out,  # out: the ring that leaves; zeros from its cursor on
     p_ring_r_out,
     p_ring_g_out,
+    p_ring_k_scale_out,
+    p_ring_r_scale_out,
     p_cursor_out,  # out: [N] int32
     p_saved,  # out: [N, SLOTS, HV, K, V], the checkpoints in the order of their roundings; any array where not SAVE
     p_saved_scale,  # out
@@ -187,9 +198,9 @@ def replay_forward_kernel(
     i_b, first, count = rows_of(p_first, p_count, i_n, T, PER_ROW, RAGGED)
     row = i_b * T + first
     at = (i_n, row)
-    ring = (p_ring_k, p_ring_r, p_ring_g)
-    call = (p_k, p_r, p_g)
-    dims: tl.constexpr = (H, HV, K, V, BK, BV, LENGTH, BL)
+    ring = (p_ring_k, p_ring_r, p_ring_g, p_ring_k_scale, p_ring_r_scale)
+    call = (p_k, p_r, p_g, p_k_scale, p_r_scale)
+    dims: tl.constexpr = (H, HV, K, V, BK, BV, LENGTH, BL, HARDWARE_FP8)
     head = i_n * HV + i_hv
     cursor = tl.load(p_cursor + i_n)
     start = -cursor
@@ -209,14 +220,16 @@ def replay_forward_kernel(
     q, k, v, g, beta = load_token(p_q, p_k, p_v, p_g, p_beta, row, i_h, i_hv, o_k, o_v, H, HV, K, V, IS_KDA)
     for t in range(count):
         window = (cursor, start)
+        k_scale = load_factor_scale(p_k, p_k_scale, (row + t) * H + i_h)
         if cursor == LENGTH - 1:
             b_s = load_rounded(
                 p_values_out, p_scale_out, head, i_v, K, V, BK, BV, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR
             )
-            b_o, b_r, b_code, b_scale, b_lost = flush_token(
+            b_o, b_r, r_scale, b_code, b_scale, b_lost = flush_token(
                 b_s,
                 load_lost(p_lost_out, head, i_v, K, V, BK, BV, FEEDBACK),
                 (q, k, v, g, beta),
+                k_scale,
                 load_counters(p_counters, head, t + 1, DRAWN),
                 scale,
                 ring,
@@ -251,11 +264,12 @@ def replay_forward_kernel(
             b_part = load_parts(p_values_out, head, i_v, K, V, BK, BV, BL, FORMAT, HARDWARE_FP8, VECTOR)
             b_part_scale = load_scales(p_scale_out, head, i_v, K, V, BK, BV, FORMAT, GRANULARITY)
         else:
-            b_o, b_r = join_token(
+            b_o, b_r, r_scale = join_token(
                 b_part,
                 b_part_scale,
                 p_q + ((row + t) * H + i_h) * K,
                 p_k + ((row + t) * H + i_h) * K,
+                k_scale,
                 v,
                 g,
                 beta,
@@ -274,7 +288,7 @@ def replay_forward_kernel(
             )
         o_row = ((row + t) * HV + i_hv) * V + o_v
         tl.store(p_o + o_row, b_o.to(p_o.dtype.element_ty), mask=o_v < V)
-        tl.store(p_r + o_row, b_r.to(p_r.dtype.element_ty), mask=o_v < V)
+        store_update(p_r, p_r_scale, (row + t) * HV + i_hv, b_r, r_scale, i_v, dims)
         ahead = row + tl.minimum(t + 1, count - 1)
         q, k, v, g, beta = load_token(p_q, p_k, p_v, p_g, p_beta, ahead, i_h, i_hv, o_k, o_v, H, HV, K, V, IS_KDA)
         cursor += 1
@@ -283,127 +297,6 @@ def replay_forward_kernel(
             cursor = 0
             start = t + 1
         tl.debug_barrier()  # the next token reads r as other threads wrote it
-    leaving = (p_ring_k_out, p_ring_r_out, p_ring_g_out)
+    leaving = (p_ring_k_out, p_ring_r_out, p_ring_g_out, p_ring_k_scale_out, p_ring_r_scale_out)
     store_ring(leaving, ring, call, (cursor, start), at, i_v, i_h, i_hv, dims, IS_KDA)
     tl.store(p_cursor_out + i_n, cursor, mask=(i_v == 0) & (i_hv == 0))
-
-
-@triton.jit
-def replay_backward_kernel(
-    p_q,  # as in the forward, for all of these
-    p_k,
-    p_v,
-    p_g,
-    p_beta,
-    p_values,
-    p_scale,
-    p_ring_k,
-    p_ring_r,
-    p_ring_g,
-    p_cursor,
-    p_first,
-    p_count,
-    p_r,  # [B, T, HV, V], what the forward left
-    p_saved,  # [N, SLOTS, HV, K, V], likewise
-    p_saved_scale,
-    p_do,  # [B, T, HV, V]
-    p_ds,  # [N, HV, K, V] float32, gradient of the states that leave, checkpoint and ring together
-    p_dq,  # out: [B, T, HV * PROGRAMS_V, K] float32, a part a program, of a value head's q
-    p_dk,  # out: the same
-    p_dv,  # out: [B, T, HV, V] float32
-    p_dg,  # out: [B, T, HV * PROGRAMS_V] or [B, T, HV * PROGRAMS_V, K] float32
-    p_dbeta,  # out: [B, T, HV * PROGRAMS_V] float32
-    p_ds_in,  # out: [N, HV, K, V] float32, gradient of the states that enter
-    scale,
-    T,
-    PER_ROW,
-    SLOTS,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    LENGTH: tl.constexpr,
-    BL: tl.constexpr,
-    IS_KDA: tl.constexpr,
-    RAGGED: tl.constexpr,
-    FORMAT: tl.constexpr,
-    GRANULARITY: tl.constexpr,
-    READ_STORED: tl.constexpr,
-    HARDWARE_FP8: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
-    """Straight through every rounding; the state before a token is built from the checkpoint of its window."""
-    PROGRAMS_V: tl.constexpr = (V + BV - 1) // BV
-    part = tl.program_id(0) % (PROGRAMS_V * HV)
-    i_v, i_hv, i_n, i_h = locate_program(H, HV, V, BV)
-    o_k = tl.arange(0, BK)
-    o_v = i_v + tl.arange(0, BV)
-    i_b, first, count = rows_of(p_first, p_count, i_n, T, PER_ROW, RAGGED)
-    at = (i_n, i_b * T + first)
-    ring = (p_ring_k, p_ring_r, p_ring_g)
-    call = (p_k, p_r, p_g)
-    dims: tl.constexpr = (H, HV, K, V, BK, BV, LENGTH, BL)
-    m_s = (o_k < K)[:, None] & (o_v < V)[None, :]
-    o_s = (i_n * HV + i_hv) * K * V + o_k[:, None] * V + o_v[None, :]
-    b_ds = tl.load(p_ds + o_s, mask=m_s, other=0.0)
-    entered = tl.load(p_cursor + i_n)
-    for back in range(count):
-        t = count - 1 - back
-        window = (entered + t) // LENGTH
-        cursor = (entered + t) % LENGTH
-        row = i_b * T + first + t
-        q, k, v, g, beta = load_token(p_q, p_k, p_v, p_g, p_beta, row, i_h, i_hv, o_k, o_v, H, HV, K, V, IS_KDA)
-        o_row = (row * HV + i_hv) * V + o_v
-        b_update = tl.load(p_r + o_row, mask=o_v < V, other=0.0).to(tl.float32)
-        b_do = tl.load(p_do + o_row, mask=o_v < V, other=0.0).to(tl.float32)
-        if window > 0:
-            before = (i_n * SLOTS + window - 1) * HV + i_hv
-            b_s = load_rounded(
-                p_saved, p_saved_scale, before, i_v, K, V, BK, BV, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR
-            )
-        else:
-            before = i_n * HV + i_hv
-            b_s = load_rounded(p_values, p_scale, before, i_v, K, V, BK, BV, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR)
-        b_s = decayed_state(b_s, g, ring, call, (cursor, t - cursor), at, i_v, i_h, i_hv, dims, IS_KDA, False)
-        b_k = k.to(tl.float32)
-        b_decay = tl.exp(g)
-        if IS_KDA:
-            b_decay = b_decay[:, None]
-        b_error = v.to(tl.float32) - tl.sum(b_s * b_k[:, None], axis=0)
-        b_read = b_s + b_k[:, None] * b_update[None, :]
-        if READ_STORED:  # noqa: SIM102 (which the compiler knows)
-            if cursor == LENGTH - 1:
-                after = (i_n * SLOTS + window) * HV + i_hv
-                b_read = load_rounded(
-                    p_saved, p_saved_scale, after, i_v, K, V, BK, BV, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR
-                )
-        b_ds = store_token_gradients(
-            p_dq,
-            p_dk,
-            p_dv,
-            p_dg,
-            p_dbeta,
-            b_ds,
-            b_s,
-            tl.sum(b_read * b_do[None, :], axis=1) * scale,
-            b_error,
-            b_update,
-            q.to(tl.float32) * scale,
-            b_k,
-            b_decay,
-            beta.to(tl.float32),
-            b_do,
-            row,
-            part,
-            i_hv,
-            o_k,
-            o_v,
-            HV,
-            K,
-            V,
-            PROGRAMS_V,
-            IS_KDA,
-        )
-    tl.store(p_ds_in + o_s, b_ds, mask=m_s)

@@ -12,21 +12,38 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from jlaqat.kernels import recurrent_pipeline, replay
+from jlaqat.kernels import recurrent_pipeline, replay, replay_backward
 from jlaqat.kernels.call import UnsupportedByKernels, power_of_two
 from jlaqat.kernels.launch import UNUSED, Buffer, Launch, Run, dtype_name
-from jlaqat.kernels.recurrent_pipeline import Bounds, Gradients, Options, State, Tokens, gather
+from jlaqat.kernels.recurrent_pipeline import Bounds, Gradients, Options, State, gather
 
 MAX_BLOCK = 16  # entries of the ring that are read at a time
+
+
+class Tokens(NamedTuple):
+    """Operands as `recurrent_pipeline.Tokens` has them, k as the ring keeps it."""
+
+    q: Any  # [B, T, H, K]
+    k: Any  # [B, T, H, K]
+    v: Any  # [B, T, HV, V]
+    g: Any  # [B, T, HV] or [B, T, HV, K] float32, log decay
+    beta: Any  # [B, T, HV]
+    k_scale: Any | None = None  # [B, T, H] float32, of codes
 
 
 class Ring(NamedTuple):
     """The updates since the checkpoint, L of them at most; entries from the cursor on hold nothing."""
 
-    k: Any  # [N, L, H, K] float32 or bfloat16
+    k: Any  # [N, L, H, K] float32, bfloat16 or uint8, codes of E4M3
     r: Any  # [N, L, HV, V], likewise
     g: Any  # [N, L, HV] or [N, L, HV, K] float32, log decay
     cursor: Any  # [N] int32, below L
+    k_scale: Any | None = None  # [N, L, H] float32, of codes
+    r_scale: Any | None = None  # [N, L, HV, ceil(V / width)] float32, likewise, with `Options.width`
+
+    @property
+    def coded(self) -> bool:
+        return dtype_name(self.k) == "uint8"
 
 
 class Output(NamedTuple):
@@ -34,17 +51,19 @@ class Output(NamedTuple):
     state: State  # the checkpoints after the last token
     ring: Ring  # and what came since
     r: Any | None = None  # [B, T, HV, V] in the ring's dtype, every token's update; `step` leaves it out
+    r_scale: Any | None = None  # [B, T, HV, ceil(V / width)] float32, of codes
     saved: State | None = None  # [N, ceil(T / L), ...], the checkpoints in the order in which they were made
 
 
 class Call(recurrent_pipeline.Call):
     """Sizes and constants of the three launches."""
 
-    def of_ring(self, ring: Ring) -> dict[str, int]:
+    def of_ring(self, ring: Ring, warps: int) -> dict[str, int]:
         """Constants. Codes of a checkpoint are loaded as many at a time as r, so that both lie alike in registers."""
         length = ring.k.shape[1]
         block = min(MAX_BLOCK, power_of_two(length))
-        at_once = min(8 if dtype_name(ring.r) == "bfloat16" else 4, block * self.width // (32 * self.warps()))
+        most = {"bfloat16": 8, "uint8": 16}.get(dtype_name(ring.r), 4)  # 128 bits
+        at_once = min(most, block * self.width // (32 * warps))
         vector = min(self.options.vector or max(at_once, 1), self.width)
         return {"LENGTH": length, "BL": block, "VECTOR": vector}
 
@@ -58,6 +77,10 @@ class Call(recurrent_pipeline.Call):
         given = {name: self.tokens.beta if x is None else x for name, x in given.items()}
         return given, {"DRAWN": self.drawn, "SEED": seed, "FEEDBACK": state.lost is not None}
 
+    def forward_warps(self, state: State) -> int:
+        """Of a step and a forward alike: what is drawn, or was lost, is another state to hold."""
+        return self.warps(states=2 if self.drawn or state.lost is not None else 1)
+
     def warps(self, states: int = 1) -> int:
         """As many as the states want, and the block of the ring beside them."""
         ring = MAX_BLOCK * power_of_two(self.sizes[4]) // (32 * 16)
@@ -70,7 +93,13 @@ class Call(recurrent_pipeline.Call):
 
 
 def step(
-    run: Run, tokens: Tokens, state: State, ring: Ring, options: Options, *, counters: Any | None = None
+    run: Run,
+    tokens: Tokens | recurrent_pipeline.Tokens,
+    state: State,
+    ring: Ring,
+    options: Options,
+    *,
+    counters: Any | None = None,
 ) -> Output:
     """One token (T = 1). State and ring of the result are those given, changed in place, where arrays can change.
 
@@ -78,24 +107,27 @@ def step(
 
     Raises UnsupportedByKernels for what `recurrent_pipeline.why_not` names, before any launch; the others likewise.
     """
+    tokens = Tokens(*tokens)
     call = _call(tokens, ring, options)
     if call.sizes[1] != 1:
         raise ValueError(f"a step takes one token and q has T={call.sizes[1]}; call forward.")
     rounding, rounding_constants = call.of_rounding(state, counters)
-    constants = call.constants() | call.of_ring(ring) | rounding_constants
+    warps = call.forward_warps(state)
+    constants = call.constants() | call.of_ring(ring, warps) | rounding_constants
     del constants["T"]
-    changed = {"p_values": True, "p_scale": call.coded, "p_lost": state.lost is not None}
+    present = {"p_scale": call.coded, "p_lost": state.lost is not None}
+    present |= dict.fromkeys(("p_ring_k_scale", "p_ring_r_scale"), ring.coded)
     launch = Launch(
         kernel=replay.replay_step_kernel,
         grid=call.programs,
-        inputs={**call.inputs(state), **_pointers(ring), **rounding},
+        inputs={**call.inputs(state), **_pointers(tokens, ring), **rounding},
         outputs={
             "p_o": Buffer(tuple(tokens.v.shape), dtype_name(tokens.v)),
             "p_cursor_out": Buffer(tuple(ring.cursor.shape), "int32"),
         },
-        in_place=(*(name for name in changed if changed[name]), "p_ring_k", "p_ring_r", "p_ring_g"),
+        in_place=("p_values", "p_ring_k", "p_ring_r", "p_ring_g", *(name for name in present if present[name])),
         constants=constants,
-        num_warps=call.warps(),
+        num_warps=warps,
         num_stages=1,
         fp_fusion=False,
         max_registers=128,  # what spills is in the flush, once in a window; without it fewer programs fit
@@ -104,13 +136,13 @@ def step(
     return Output(
         out["p_o"],
         State(out["p_values"], out.get("p_scale"), out.get("p_lost")),
-        Ring(out["p_ring_k"], out["p_ring_r"], out["p_ring_g"], out["p_cursor_out"]),
+        Ring(*(out.get(_pointer(name)) for name in Ring._fields))._replace(cursor=out["p_cursor_out"]),
     )
 
 
 def forward(
     run: Run,
-    tokens: Tokens,
+    tokens: Tokens | recurrent_pipeline.Tokens,
     state: State,
     ring: Ring,
     options: Options,
@@ -127,6 +159,7 @@ def forward(
       also those that round nothing.
     save: keep what `backward` needs.
     """
+    tokens = Tokens(*tokens)
     call = _call(tokens, ring, options, bounds)
     n, length, feedback = call.sequences, ring.k.shape[1], state.lost is not None
     if dtype_name(tokens.k) != dtype_name(ring.k):
@@ -134,7 +167,7 @@ def forward(
             f"k is {dtype_name(tokens.k)} and the ring {dtype_name(ring.k)}: entries are read from either, so give k "
             "in the ring's dtype."
         )
-    slots = -(-call.sizes[1] // length) if save else 0
+    slots, warps = -(-call.sizes[1] // length) if save else 0, call.forward_warps(state)
     values, scales = call.kept(n)
     saved, saved_scales = call.kept(n, slots) if slots else (UNUSED, UNUSED)
     inputs, constants = call.ragged()
@@ -142,13 +175,14 @@ def forward(
     launch = Launch(
         kernel=replay.replay_forward_kernel,
         grid=call.programs,
-        inputs={**call.inputs(state), **_pointers(ring), **rounding, **inputs},
+        inputs={**call.inputs(state), **_pointers(tokens, ring), **rounding, **inputs},
         outputs={
             "p_o": Buffer(tuple(tokens.v.shape), dtype_name(tokens.v)),
             "p_r": Buffer(tuple(tokens.v.shape), dtype_name(ring.r)),
+            "p_r_scale": Buffer((*tokens.v.shape[:3], call.programs_v), "float32") if ring.coded else UNUSED,
             "p_values_out": values,
             "p_scale_out": scales,
-            **{f"{name}_out": Buffer(tuple(x.shape), dtype_name(x)) for name, x in _pointers(ring).items()},
+            **{f"{_pointer(name)}_out": _buffer(x) for name, x in zip(Ring._fields, ring)},
             "p_saved": saved,
             "p_saved_scale": saved_scales,
             "p_lost_out": Buffer(tuple(values.shape), "float32") if feedback else UNUSED,
@@ -159,9 +193,9 @@ def forward(
             **rounding_constants,
             "SLOTS": slots,
             "SAVE": slots > 0,
-            **call.of_ring(ring),
+            **call.of_ring(ring, warps),
         },
-        num_warps=call.warps(),
+        num_warps=warps,
         num_stages=1,
         fp_fusion=False,
     )
@@ -169,15 +203,16 @@ def forward(
     return Output(
         out["p_o"],
         call.state_of(out["p_values_out"], out["p_scale_out"], out["p_lost_out"] if feedback else None),
-        Ring(out["p_ring_k_out"], out["p_ring_r_out"], out["p_ring_g_out"], out["p_cursor_out"]),
+        Ring(*(None if x is None else out[f"{_pointer(name)}_out"] for name, x in zip(Ring._fields, ring))),
         out["p_r"],
+        out["p_r_scale"] if ring.coded else None,
         call.state_of(out["p_saved"], out["p_saved_scale"]) if slots else None,
     )
 
 
 def backward(
     run: Run,
-    tokens: Tokens,
+    tokens: Tokens | recurrent_pipeline.Tokens,
     state: State,
     ring: Ring,
     out: Output,
@@ -193,18 +228,20 @@ def backward(
     [N, HV, K, V] float32, of the states that the next token would find. Gradients of tokens lie as the tokens do and
     are not written where no sequence has one.
     """
+    tokens = Tokens(*tokens)
     call = _call(tokens, ring, options, bounds)
     if out.saved is None:
         raise ValueError("out.saved is None: the backward starts from checkpoints, so call forward with save=True.")
     inputs, constants = call.ragged()
     launch = Launch(
-        kernel=replay.replay_backward_kernel,
+        kernel=replay_backward.replay_backward_kernel,
         grid=call.programs,
         inputs={
             **call.inputs(state),
-            **_pointers(ring),
+            **_pointers(tokens, ring),
             **inputs,
             "p_r": out.r,
+            "p_r_scale": tokens.beta if out.r_scale is None else out.r_scale,
             "p_saved": out.saved.values,
             "p_saved_scale": tokens.beta if out.saved.scale is None else out.saved.scale,
             "p_do": do,
@@ -215,7 +252,7 @@ def backward(
             **call.constants(),
             **constants,
             "SLOTS": out.saved.values.shape[1],
-            **call.of_ring(ring),
+            **call.of_ring(ring, call.warps(states=2)),
             "VECTOR": min(call.vector(backward=True), call.width),
         },
         num_warps=call.warps(states=2),
@@ -225,12 +262,23 @@ def backward(
     return gather(run, call, run(launch))
 
 
-def _pointers(ring: Ring) -> dict[str, Any]:
-    return {"p_cursor" if name == "cursor" else f"p_ring_{name}": x for name, x in zip(Ring._fields, ring)}
+def _pointer(name: str) -> str:
+    """The kernels' parameter for a field of the ring."""
+    return "p_cursor" if name == "cursor" else f"p_ring_{name}"
+
+
+def _pointers(tokens: Tokens, ring: Ring) -> dict[str, Any]:
+    """The ring, and what lies beside the tokens; any array stands for scales that there are not."""
+    given = {_pointer(name): x for name, x in zip(Ring._fields, ring)} | {"p_k_scale": tokens.k_scale}
+    return {name: ring.g if x is None else x for name, x in given.items()}
+
+
+def _buffer(x: Any | None) -> Buffer:
+    return UNUSED if x is None else Buffer(tuple(x.shape), dtype_name(x))
 
 
 def _call(tokens: Tokens, ring: Ring, options: Options, bounds: Bounds | None = None) -> Call:
-    call = Call(tokens, options, bounds)
+    call = Call(recurrent_pipeline.Tokens(*tokens[:5]), options, bounds)
     reason = recurrent_pipeline.why_not(options.state, call.sizes[4], draws=True)
     if reason:
         raise UnsupportedByKernels(f"{reason}; use backend='xla'.")
@@ -238,7 +286,12 @@ def _call(tokens: Tokens, ring: Ring, options: Options, bounds: Bounds | None = 
     _, _, h, hv, k, v = call.sizes
     gates = tuple(tokens.g.shape[3:])
     wanted = {"k": (n, length, h, k), "r": (n, length, hv, v), "g": (n, length, hv, *gates), "cursor": (n,)}
+    if ring.coded != (tokens.k_scale is not None):
+        raise ValueError("k and the ring are kept in codes together: give tokens.k_scale with codes, and only there.")
+    if ring.coded:
+        wanted |= {"k_scale": (n, length, h), "r_scale": (n, length, hv, call.programs_v)}
     for name, x in zip(Ring._fields, ring):
-        if tuple(x.shape) != wanted[name]:
-            raise ValueError(f"ring.{name} has shape {tuple(x.shape)}, and the tokens ask for {wanted[name]}.")
+        shape = None if x is None else tuple(x.shape)
+        if shape != wanted.get(name):
+            raise ValueError(f"ring.{name} has shape {shape}, and the tokens ask for {wanted.get(name)}.")
     return call

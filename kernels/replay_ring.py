@@ -1,13 +1,52 @@
 """The ring of replay: updates (k, r, g) since a checkpoint, read in blocks of entries, extended and handed on.
 
-Groups of arguments: ring = (k, r, g) pointers to [N, LENGTH, ...]; call = the same of this call's tokens, where later
-entries lie; at = (i_n, row), row being the sequence's first token in `call`; window = (cursor, start), the number of
-entries and the token that would be the first one, negative while it lies in the ring; dims = (H, HV, K, V, BK, BV,
-LENGTH, BL).
+Groups of arguments: ring = (k, r, g, scales of k, scales of r) pointers to [N, LENGTH, ...]; call = the same of this
+call's tokens, where later entries lie; at = (i_n, row), row being the sequence's first token in `call`; window =
+(cursor, start), the number of entries and the token that would be the first one, negative while it lies in the ring;
+dims = (H, HV, K, V, BK, BV, LENGTH, BL, HARDWARE_FP8).
+
+k and r are kept in float32 or bfloat16, and then any arrays stand for the scales; or as E4M3 codes (uint8) with a
+float32 scale for a key and one for the BV columns of r that a program has.
 """
 
 import triton
 import triton.language as tl
+
+from jlaqat.kernels.rounding import compute_scale, decode, encode, magnitude_bits, round_code
+
+
+@triton.jit
+def read_factor(b, b_scale, HARDWARE_FP8: tl.constexpr):
+    """k or r in float32, from what is kept of it."""
+    if b.dtype == tl.uint8:
+        return decode(b, "e4m3", HARDWARE_FP8) * b_scale
+    else:
+        return b.to(tl.float32)
+
+
+@triton.jit
+def keep_key(b_k, p_ring):
+    """A token's k in the ring's dtype; codes are codes already."""
+    return b_k.to(p_ring.dtype.element_ty)
+
+
+@triton.jit
+def keep_update(b_r, p_ring, HARDWARE_FP8: tl.constexpr):
+    """(r [BV] in the ring's dtype, its scale)."""
+    if p_ring.dtype.element_ty == tl.uint8:
+        s, r = compute_scale(tl.max(magnitude_bits(b_r), axis=0).to(tl.float32, bitcast=True), 448.0)
+        return encode(round_code(b_r * r, "e4m3", HARDWARE_FP8), "e4m3", HARDWARE_FP8), s
+    else:
+        return b_r.to(p_ring.dtype.element_ty), 1.0
+
+
+@triton.jit
+def load_factor_scale(p, p_scale, o):
+    """The scale beside codes; 1 where there are none."""
+    if p.dtype.element_ty == tl.uint8:
+        return tl.load(p_scale + o)
+    else:
+        return 1.0
 
 
 @triton.jit
@@ -16,17 +55,19 @@ def load_either(p_ring, o_ring, p_call, o_call, m, later, IN_RING: tl.constexpr)
 
     Two loads and no choice of pointers, which would hide how they are aligned: the layout is that of the ring alone.
     """
-    b = tl.load(p_ring + o_ring, mask=m if IN_RING else m & (later == 0), other=0.0)
+    b = tl.load(p_ring + o_ring, mask=m if IN_RING else m & (later == 0), other=0)
     if IN_RING:
-        return b.to(tl.float32)
+        return b
     else:
-        return tl.where(later, tl.load(p_call + o_call, mask=m & later, other=0.0), b).to(tl.float32)
+        return tl.where(later, tl.load(p_call + o_call, mask=m & later, other=0), b)
 
 
 @triton.jit
-def load_entries(
+def load_kept_entries(
     p_ring,
     p_call,
+    p_scale,
+    p_call_scale,
     o_i,  # [n]
     m_i,
     i_head,
@@ -39,15 +80,50 @@ def load_entries(
     BLOCK: tl.constexpr,
     IN_RING: tl.constexpr,
 ):
-    """Columns first.. of entries o_i where m_i, 0 elsewhere: float32 [n, BLOCK]."""
+    """(columns first.. of entries o_i where m_i, 0 elsewhere, [n, BLOCK]; their scales [n, 1]) as they are kept."""
     cursor, start = window
     i_n, row = at
+    GROUPS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     o = first + tl.arange(0, BLOCK)
-    o_ring = ((i_n * LENGTH + o_i) * HEADS + i_head) * WIDTH
-    o_call = ((row + start + o_i) * HEADS + i_head) * WIDTH
+    o_ring = (i_n * LENGTH + o_i) * HEADS + i_head
+    o_call = (row + start + o_i) * HEADS + i_head
     m = m_i[:, None] & (o < WIDTH)[None, :]
-    later = (start + o_i >= 0)[:, None]
-    return load_either(p_ring, o_ring[:, None] + o[None, :], p_call, o_call[:, None] + o[None, :], m, later, IN_RING)
+    later = start + o_i >= 0
+    if p_ring.dtype.element_ty == tl.uint8:
+        group = first // BLOCK
+        o_scale = o_ring * GROUPS + group
+        b_scale = load_either(p_scale, o_scale, p_call_scale, o_call * GROUPS + group, m_i, later, IN_RING)[:, None]
+    else:
+        b_scale = 1.0
+    o_ring = (o_ring * WIDTH)[:, None] + o[None, :]
+    o_call = (o_call * WIDTH)[:, None] + o[None, :]
+    return load_either(p_ring, o_ring, p_call, o_call, m, later[:, None], IN_RING), b_scale
+
+
+@triton.jit
+def load_entries(
+    p_ring,
+    p_call,
+    p_scale,
+    p_call_scale,
+    o_i,
+    m_i,
+    i_head,
+    first,
+    window,
+    at,
+    LENGTH: tl.constexpr,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IN_RING: tl.constexpr,
+    HARDWARE_FP8: tl.constexpr,
+):
+    """The same in float32."""
+    b, b_scale = load_kept_entries(
+        p_ring, p_call, p_scale, p_call_scale, o_i, m_i, i_head, first, window, at, LENGTH, HEADS, WIDTH, BLOCK, IN_RING
+    )
+    return read_factor(b, b_scale, HARDWARE_FP8)
 
 
 @triton.jit
@@ -76,15 +152,19 @@ def load_block(
     BV: tl.constexpr = dims[5]
     LENGTH: tl.constexpr = dims[6]
     BL: tl.constexpr = dims[7]
+    FP8: tl.constexpr = dims[8]
     i = tl.arange(0, BL)
     o_i = block * BL + i
     m_i = o_i < cursor
-    b_k = load_entries(ring[0], call[0], o_i, m_i, i_h, 0, window, at, LENGTH, H, K, BK, IN_RING)
-    b_r = load_entries(ring[1], call[1], o_i, m_i, i_hv, i_v, window, at, LENGTH, HV, V, BV, IN_RING)
+    b_k = load_entries(ring[0], call[0], ring[3], call[3], o_i, m_i, i_h, 0, window, at, LENGTH, H, K, BK, IN_RING, FP8)
+    b_r = load_entries(
+        ring[1], call[1], ring[4], call[4], o_i, m_i, i_hv, i_v, window, at, LENGTH, HV, V, BV, IN_RING, FP8
+    )
     m_next = (o_i + 1 < cursor) & (i < BL - 1)  # what decays an entry are the entries after it
     if IS_KDA:
-        b_g = load_entries(ring[2], call[2], o_i, m_i, i_hv, 0, window, at, LENGTH, HV, K, BK, IN_RING)
-        b_next = load_entries(ring[2], call[2], o_i + 1, m_next, i_hv, 0, window, at, LENGTH, HV, K, BK, IN_RING)
+        p, p_call = ring[2], call[2]
+        b_g = load_entries(p, p_call, p, p, o_i, m_i, i_hv, 0, window, at, LENGTH, HV, K, BK, IN_RING, FP8)
+        b_next = load_entries(p, p_call, p, p, o_i + 1, m_next, i_hv, 0, window, at, LENGTH, HV, K, BK, IN_RING, FP8)
         b_log = tl.cumsum(b_next, axis=0, reverse=True) + since[None, :]
         return b_k * tl.exp(b_log), b_r, since + tl.sum(b_g, axis=0)
     else:
@@ -119,9 +199,13 @@ def load_entry(
     HV: tl.constexpr = dims[1]
     K: tl.constexpr = dims[2]
     V: tl.constexpr = dims[3]
+    BV: tl.constexpr = dims[5]
     LENGTH: tl.constexpr = dims[6]
+    FP8: tl.constexpr = dims[8]
+    GROUPS: tl.constexpr = (V + BV - 1) // BV
     o_k = tl.arange(0, dims[4])
-    o_v = i_v + tl.arange(0, dims[5])
+    o_v = i_v + tl.arange(0, BV)
+    always = i >= 0
     in_ring = i_n * LENGTH + i
     in_call = row + start + i
     later = start + i >= 0
@@ -129,17 +213,35 @@ def load_entry(
     m_v = o_v < V
     later_k = m_k & later
     later_v = m_v & later
-    o_ring = (in_ring * H + i_h) * K + o_k
-    b_k = load_either(ring[0], o_ring, call[0], (in_call * H + i_h) * K + o_k, m_k, later_k, IN_RING)
-    o_ring = (in_ring * HV + i_hv) * V + o_v
-    b_r = load_either(ring[1], o_ring, call[1], (in_call * HV + i_hv) * V + o_v, m_v, later_v, IN_RING)
+    o_ring, o_call = in_ring * H + i_h, in_call * H + i_h
+    b_k = load_either(ring[0], o_ring * K + o_k, call[0], o_call * K + o_k, m_k, later_k, IN_RING)
+    k_scale = 1.0
+    if ring[0].dtype.element_ty == tl.uint8:
+        k_scale = load_either(ring[3], o_ring, call[3], o_call, always, later, IN_RING)
+    o_ring, o_call = in_ring * HV + i_hv, in_call * HV + i_hv
+    b_r = load_either(ring[1], o_ring * V + o_v, call[1], o_call * V + o_v, m_v, later_v, IN_RING)
+    r_scale = 1.0
+    if ring[1].dtype.element_ty == tl.uint8:
+        group = i_v // BV
+        r_scale = load_either(
+            ring[4], o_ring * GROUPS + group, call[4], o_call * GROUPS + group, always, later, IN_RING
+        )
     if IS_KDA:
-        o_ring = (in_ring * HV + i_hv) * K + o_k
-        b_g = load_either(ring[2], o_ring, call[2], (in_call * HV + i_hv) * K + o_k, m_k, later_k, IN_RING)
+        b_g = load_either(ring[2], o_ring * K + o_k, call[2], o_call * K + o_k, m_k, later_k, IN_RING)
     else:
-        always = i >= 0
-        b_g = load_either(ring[2], in_ring * HV + i_hv, call[2], in_call * HV + i_hv, always, later, IN_RING)
-    return b_k, b_r, b_g
+        b_g = load_either(ring[2], o_ring, call[2], o_call, always, later, IN_RING)
+    return read_factor(b_k, k_scale, FP8), read_factor(b_r, r_scale, FP8), b_g
+
+
+@triton.jit
+def store_entries(p, p_scale, row, b, b_scale, first, m, WIDTH: tl.constexpr):
+    """Rows of k or r as they are kept, [n, BLOCK] and columns first.., where m; row, b_scale and m are [n, 1]."""
+    BLOCK: tl.constexpr = b.shape[1]
+    GROUPS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    o = first + tl.arange(0, BLOCK)[None, :]
+    tl.store(p + (row * WIDTH + o), b, mask=m & (o < WIDTH))
+    if p.dtype.element_ty == tl.uint8:
+        tl.store(p_scale + (row * GROUPS + first // BLOCK), b_scale, mask=m)
 
 
 @triton.jit
@@ -155,43 +257,57 @@ def store_ring(leaving, ring, call, window, at, i_v, i_h, i_hv, dims: tl.constex
     BV: tl.constexpr = dims[5]
     LENGTH: tl.constexpr = dims[6]
     BL: tl.constexpr = dims[7]
-    p_k, p_r, p_g = leaving
+    FP8: tl.constexpr = dims[8]
+    p_k, p_r, p_g, p_k_scale, p_r_scale = leaving
     o_k = tl.arange(0, BK)[None, :]
-    o_v = i_v + tl.arange(0, BV)[None, :]
     for block in tl.static_range((LENGTH + BL - 1) // BL):
         o_i = block * BL + tl.arange(0, BL)
         m_i = o_i < cursor
         entry = (i_n * LENGTH + o_i)[:, None]
         m = (o_i < LENGTH)[:, None]
-        b = load_entries(ring[1], call[1], o_i, m_i, i_hv, i_v, window, at, LENGTH, HV, V, BV, False)
-        tl.store(p_r + (entry * HV + i_hv) * V + o_v, b.to(p_r.dtype.element_ty), mask=m & (o_v < V))
+        b, b_scale = load_kept_entries(
+            ring[1], call[1], ring[4], call[4], o_i, m_i, i_hv, i_v, window, at, LENGTH, HV, V, BV, False
+        )
+        store_entries(p_r, p_r_scale, entry * HV + i_hv, b, b_scale, i_v, m, V)
         m = m & (i_v == 0)
-        b = load_entries(ring[0], call[0], o_i, m_i, i_h, 0, window, at, LENGTH, H, K, BK, False)
-        m_k = m & (o_k < K) & (i_hv % (HV // H) == 0)
-        tl.store(p_k + (entry * H + i_h) * K + o_k, b.to(p_k.dtype.element_ty), mask=m_k)
+        b, b_scale = load_kept_entries(
+            ring[0], call[0], ring[3], call[3], o_i, m_i, i_h, 0, window, at, LENGTH, H, K, BK, False
+        )
+        store_entries(p_k, p_k_scale, entry * H + i_h, b, b_scale, 0, m & (i_hv % (HV // H) == 0), K)
+        p, p_call = ring[2], call[2]
         if IS_KDA:
-            b = load_entries(ring[2], call[2], o_i, m_i, i_hv, 0, window, at, LENGTH, HV, K, BK, False)
+            b = load_entries(p, p_call, p, p, o_i, m_i, i_hv, 0, window, at, LENGTH, HV, K, BK, False, FP8)
             tl.store(p_g + (entry * HV + i_hv) * K + o_k, b, mask=m & (o_k < K))
         else:
-            b = load_entries(ring[2], call[2], o_i, m_i, i_hv, 0, window, at, LENGTH, HV, 1, 1, False)
+            b = load_entries(p, p_call, p, p, o_i, m_i, i_hv, 0, window, at, LENGTH, HV, 1, 1, False, FP8)
             tl.store(p_g + entry * HV + i_hv, b, mask=m)
 
 
 @triton.jit
-def append(ring, entry, b_k, b_r, b_g, i_v, i_h, i_hv, dims: tl.constexpr, IS_KDA: tl.constexpr):
-    """An entry, in row `entry` of [N * LENGTH]."""
+def append(ring, entry, b_k, k_scale, b_r, r_scale, b_g, i_v, i_h, i_hv, dims: tl.constexpr, IS_KDA: tl.constexpr):
+    """An entry, its k and r as they are kept, in row `entry` of [N * LENGTH]."""
     H: tl.constexpr = dims[0]
     HV: tl.constexpr = dims[1]
     K: tl.constexpr = dims[2]
-    V: tl.constexpr = dims[3]
-    p_k, p_r, p_g = ring
     o_k = tl.arange(0, dims[4])
-    o_v = i_v + tl.arange(0, dims[5])
     first = i_v == 0
-    tl.store(p_r + (entry * HV + i_hv) * V + o_v, b_r.to(p_r.dtype.element_ty), mask=o_v < V)
-    m_k = (o_k < K) & first & (i_hv % (HV // H) == 0)
-    tl.store(p_k + (entry * H + i_h) * K + o_k, b_k.to(p_k.dtype.element_ty), mask=m_k)
+    store_update(ring[1], ring[4], entry * HV + i_hv, b_r, r_scale, i_v, dims)
+    m = first & (i_hv % (HV // H) == 0)
+    tl.store(ring[0] + (entry * H + i_h) * K + o_k, b_k, mask=(o_k < K) & m)
+    if ring[0].dtype.element_ty == tl.uint8:
+        tl.store(ring[3] + entry * H + i_h, k_scale, mask=m)
     if IS_KDA:
-        tl.store(p_g + (entry * HV + i_hv) * K + o_k, b_g, mask=(o_k < K) & first)
+        tl.store(ring[2] + (entry * HV + i_hv) * K + o_k, b_g, mask=(o_k < K) & first)
     else:
-        tl.store(p_g + entry * HV + i_hv, b_g, mask=first)
+        tl.store(ring[2] + entry * HV + i_hv, b_g, mask=first)
+
+
+@triton.jit
+def store_update(p, p_scale, row, b_r, r_scale, i_v, dims: tl.constexpr):
+    """A program's columns of r as they are kept, in row `row` of [..., V]."""
+    V: tl.constexpr = dims[3]
+    BV: tl.constexpr = dims[5]
+    o_v = i_v + tl.arange(0, BV)
+    tl.store(p + row * V + o_v, b_r, mask=o_v < V)
+    if p.dtype.element_ty == tl.uint8:
+        tl.store(p_scale + row * ((V + BV - 1) // BV) + i_v // BV, r_scale)

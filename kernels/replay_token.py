@@ -16,7 +16,7 @@ import triton.language as tl
 
 from jlaqat.kernels.kept_state import round_state
 from jlaqat.kernels.philox import draw_words
-from jlaqat.kernels.replay_ring import load_block, load_entry
+from jlaqat.kernels.replay_ring import keep_key, keep_update, load_block, load_entry, read_factor
 from jlaqat.kernels.rounding import decode
 
 
@@ -26,6 +26,7 @@ def join_token(
     b_scale,
     p_q,  # of the token, [K]
     p_k,
+    k_scale,
     v,
     g,
     beta,
@@ -42,19 +43,19 @@ def join_token(
     GRANULARITY: tl.constexpr,
     IN_RING: tl.constexpr,
 ):
-    """(o [BV], r [BV] as the ring keeps it) of a token that joins the ring."""
+    """(o [BV], r [BV] and its scale as they are kept) of a token that joins the ring."""
     K: tl.constexpr = dims[2]
     BK: tl.constexpr = dims[4]
     BV: tl.constexpr = dims[5]
     LENGTH: tl.constexpr = dims[6]
     BL: tl.constexpr = dims[7]
+    FP8: tl.constexpr = dims[8]
     BLOCKS: tl.constexpr = (LENGTH + BL - 1) // BL
-    RING: tl.constexpr = ring[1].dtype.element_ty
     o_k = tl.arange(0, BK)
     # Loaded for every entry, in the layout that their keys have: nothing has to pass between threads.
     everywhere = tl.zeros([BL], tl.int32)[:, None] + o_k[None, :]
     b_q = tl.load(p_q + everywhere, mask=everywhere < K, other=0.0).to(tl.float32)
-    b_k = tl.load(p_k + everywhere, mask=everywhere < K, other=0.0).to(RING).to(tl.float32)
+    b_k = read_factor(keep_key(tl.load(p_k + everywhere, mask=everywhere < K, other=0), ring[0]), k_scale, FP8)
     b_error = tl.zeros([BL, BV], tl.float32)
     b_out = tl.zeros([BL, BV], tl.float32)
     since = g
@@ -65,13 +66,14 @@ def join_token(
         b_out += (tl.sum(b_kd * b_q, axis=1) * scale)[:, None] * b_r
     # The checkpoint's rows are summed into the entries', and both once over threads.
     q = tl.load(p_q + o_k, mask=o_k < K, other=0.0).to(tl.float32) * scale
-    k = tl.load(p_k + o_k, mask=o_k < K, other=0.0).to(RING).to(tl.float32)
+    k = read_factor(keep_key(tl.load(p_k + o_k, mask=o_k < K, other=0), ring[0]), k_scale, FP8)
     b_decay = tl.exp(since)
     b_error += read_checkpoint(b_code, b_scale, k * b_decay, GRANULARITY)
     b_out += read_checkpoint(b_code, b_scale, q * b_decay, GRANULARITY)
     b_error, b_out = tl.split(tl.sum(tl.join(b_error, b_out), axis=0))
-    b_r = (beta.to(tl.float32) * (v.to(tl.float32) - b_error)).to(RING).to(tl.float32)
-    return b_out + tl.sum(k * q, axis=0) * b_r, b_r
+    b_kept, r_scale = keep_update(beta.to(tl.float32) * (v.to(tl.float32) - b_error), ring[1], FP8)
+    b_o = b_out + tl.sum(k * q, axis=0) * read_factor(b_kept, r_scale, FP8)
+    return b_o, b_kept, r_scale
 
 
 @triton.jit
@@ -187,6 +189,7 @@ def flush_token(
     b_s,
     b_lost,
     token,  # (q, k, v, g, beta) as `load_token` has them
+    k_scale,
     counters,
     scale,
     ring,
@@ -207,7 +210,8 @@ def flush_token(
     FEEDBACK: tl.constexpr,
     IN_RING: tl.constexpr,
 ):
-    """(o [BV], r [BV], codes and scales of the new checkpoint, what was lost) of a window's last token.
+    """(o [BV], r and its scale as they are kept, the new checkpoint's codes and scales, what was lost) of a window's
+    last token.
 
     b_s: the checkpoint before; b_lost: what its rounding lost.
     """
@@ -215,11 +219,12 @@ def flush_token(
     BK: tl.constexpr = dims[4]
     BV: tl.constexpr = dims[5]
     q, k, v, g, beta = token
-    RING: tl.constexpr = ring[1].dtype.element_ty
     b_q = q.to(tl.float32) * scale
-    b_k = k.to(RING).to(tl.float32)
+    b_k = read_factor(keep_key(k, ring[0]), k_scale, HARDWARE_FP8)
     b_s = decayed_state(b_s, g, ring, call, window, at, i_v, i_h, i_hv, dims, IS_KDA, IN_RING)
-    b_r = (beta.to(tl.float32) * (v.to(tl.float32) - tl.sum(b_s * b_k[:, None], axis=0))).to(RING).to(tl.float32)
+    b_error = v.to(tl.float32) - tl.sum(b_s * b_k[:, None], axis=0)
+    b_kept, r_scale = keep_update(beta.to(tl.float32) * b_error, ring[1], HARDWARE_FP8)
+    b_r = read_factor(b_kept, r_scale, HARDWARE_FP8)
     b_s = tl.fma(b_k[:, None], tl.broadcast_to(b_r[None, :], b_s.shape), b_s)
     if not READ_STORED:
         b_o = tl.sum(b_s * b_q[:, None], axis=0)
@@ -235,4 +240,4 @@ def flush_token(
         b_lost = b_s - b_stored
     if READ_STORED:
         b_o = tl.sum(b_stored * b_q[:, None], axis=0)
-    return b_o, b_r, b_code, b_scale, b_lost
+    return b_o, b_kept, r_scale, b_code, b_scale, b_lost

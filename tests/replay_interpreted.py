@@ -19,12 +19,16 @@ from decode_interpreted import run as run_from_jax
 from recurrent_oracle import SMALL_SPECS as SPECS
 
 import jlaqat
-from jlaqat import DecodePolicy, QuantArrays, QuantSpec, decode_replay_triton
+from jlaqat import DecodePolicy, QuantArrays, QuantSpec
+from jlaqat import decode_replay_triton as replay
 from jlaqat.decode_carry import round_keys
+from jlaqat.decode_counters import counters_of
 from jlaqat.decode_scan import Span
+from jlaqat.kernel_calls import Target
 from jlaqat.kernels import recurrent_pipeline
 from jlaqat.kernels import replay_pipeline as pipeline
-from jlaqat.kernels.recurrent_pipeline import Options, Tokens
+from jlaqat.kernels.recurrent_pipeline import Options
+from jlaqat.kernels.replay_pipeline import Tokens
 from jlaqat.testing import assert_close, make_inputs
 from jlaqat.torch_bridge.run import poisoned_run
 
@@ -35,18 +39,22 @@ DRAWN = {
 }
 
 
-def call(kda, name, length, ring_dtype=torch.float32, read_stored=False, drawn=False, feedback=False):
+def call(kda, name, length, ring_dtype=torch.float32, settings=""):
     """(tokens, state, ring, options): two sequences that stand at different places of their windows."""
     q, k, v, g, beta, state = kernel_oracle.make_inputs(
         3, kda=kda, b=2, t=3, h=1, hv=2, dk=12, dv=12 if length > 16 else 20
     )
-    tokens = Tokens(q.float(), k.to(ring_dtype), v.float(), g.float(), beta.float())
-    options = Options(scale=0.3, state=SPECS[name], read_stored=read_stored)
-    ring = oracle.make_ring(tokens, length, [min(1, length - 1), length - 1], ring_dtype)
+    coded = ring_dtype == oracle.CODED
+    k = k.float() if coded else k.to(ring_dtype)
+    tokens = Tokens(q.float(), k, v.float(), g.float(), beta.float())
+    tokens = oracle.with_key_codes(tokens) if coded else tokens
+    options = Options(scale=0.3, state=SPECS[name], read_stored="stored" in settings, width=16 if coded else None)
+    block = recurrent_pipeline.Call(tokens, options).width
+    ring = oracle.make_ring(tokens, length, [min(1, length - 1), length - 1], ring_dtype, block)
     state = recurrent_oracle.entering_state(state.float(), options)
-    if feedback:
+    if "feedback" in settings:
         state = oracle.with_lost(state)
-    return tokens, state, ring, dataclasses.replace(options, state=DRAWN[name]) if drawn else options
+    return tokens, state, ring, dataclasses.replace(options, state=DRAWN[name]) if "drawn" in settings else options
 
 
 @pytest.mark.parametrize(
@@ -59,15 +67,15 @@ def call(kda, name, length, ring_dtype=torch.float32, read_stored=False, drawn=F
         pytest.param(False, "e4m3-value_row", 17, torch.float32, "", marks=pytest.mark.slow),  # two blocks of the ring
         pytest.param(True, "int8-key_row", 3, torch.bfloat16, "drawn feedback", marks=pytest.mark.slow),
         pytest.param(False, "float16", 2, torch.float32, "stored feedback", marks=pytest.mark.slow),
+        (False, "e4m3-tile", 2, oracle.CODED, "feedback"),
+        pytest.param(True, "e4m3-value_row", 3, oracle.CODED, "stored", marks=pytest.mark.slow),
+        pytest.param(True, "int8-key_row", 17, oracle.CODED, "drawn", marks=pytest.mark.slow),
     ],
     ids=str,
 )
 def test_forward_gradients_and_steps(kda, name, length, ring_dtype, settings):
-    drawn = "drawn" in settings
-    tokens, state, ring, options = call(
-        kda, name, length, ring_dtype, "stored" in settings, drawn, "feedback" in settings
-    )
-    counters = oracle.make_counters(tokens, 2) if drawn else None
+    tokens, state, ring, options = call(kda, name, length, ring_dtype, settings)
+    counters = oracle.make_counters(tokens, 2) if "drawn" in settings else None
     given = tokens, state, ring, options, poisoned_run
     whole = oracle.check_call(*given, bound=1e-5, gradient_bound=1e-4, counters=counters)
     o, last, entries = oracle.step_by_step(*given, counters)
@@ -78,7 +86,7 @@ def test_forward_gradients_and_steps(kda, name, length, ring_dtype, settings):
 def test_window_1_is_token_mode():
     tokens, state, ring, options = call(True, "e4m3-tile", 1)
     out = pipeline.forward(poisoned_run, tokens, state, ring, options)
-    token_mode = recurrent_pipeline.forward(poisoned_run, tokens, state, options)
+    token_mode = recurrent_pipeline.forward(poisoned_run, recurrent_pipeline.Tokens(*tokens[:5]), state, options)
     assert torch.equal(out.o, token_mode.o)
     assert torch.equal(out.state.values, token_mode.state.values)
     assert torch.equal(out.state.scale, token_mode.state.scale)
@@ -94,50 +102,60 @@ def test_packed_sequences_have_the_bits_that_they_have_alone():
         oracle.check_bits_alone(tokens, oracle.with_lost(state), ring, drawn, poisoned_run, bounds, counters)
 
 
-def by_kernels(policy, x, carry, span, arrays):
-    """(Output, gradients of sum(o * o) / 2) of a call from a carry, through JAX and the interpreter."""
-    counters = decode_replay_triton.counters_of(policy, carry.position, x["v"].shape[2], arrays)
-    kept = decode_replay_triton.kept_of(carry, counters)
-    options = recurrent_pipeline.Options(scale=0.3, state=policy.state, read_stored=policy.readout == "stored")
+def both_backends(policy, x, state, arrays):
+    """((Output, gradients) of the kernels, (o, carry, gradients) of xla) of sum(o * o) / 2, through JAX.
+
+    From a carry in which the two sequences stand at different places of their windows.
+    """
+
+    def decode(x, state, **settings):
+        settings |= dict(scale=0.3, quant=policy, quant_arrays=arrays, backend="xla")
+        return jlaqat.delta_rule_decode(**x, state=state, **settings)
+
+    first = {key: a[:, :1] for key, a in x.items()}
+    carry = decode(first, state, lengths=jnp.asarray([1, 0]))[1]
+    x = {key: a[:, 1:] for key, a in x.items()}
+    (o, after), pullback = jax.vjp(lambda x: decode(x, carry), x)
+    gradients = pullback((o, jax.tree.map(jnp.zeros_like, after)))[0]
     tokens = (x["q"], round_keys(x["k"], policy), *(x[name] for name in ("v", "g", "beta")))
-    out = decode_replay_triton.launch_forward(run_from_jax, options, tokens, kept, span, True)
-    saved = out.r, out.saved
-    gradients = decode_replay_triton.launch_backward(run_from_jax, options, tokens, kept, span, saved, out.o)
-    return out, gradients
+    kept = replay.kept_of(carry, counters_of(policy, carry.position, x["v"].shape[2], arrays))
+    options = replay.replay_options(Target(80, ahead_of_time=False, portable=False), policy, 0.3)
+    out = replay.launch_forward(run_from_jax, options, tokens, kept, Span(), True)
+    given = tokens, kept, Span(), (out.r, out.r_scale, out.saved), out.o
+    return (out, replay.launch_backward(run_from_jax, options, *given)), (o, after, gradients)
 
 
 @pytest.mark.parametrize("gate", ["gdn", pytest.param("kda", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["e4m3-tile", *(pytest.param(n, marks=pytest.mark.slow) for n in list(DRAWN)[1:])])
-def test_stochastic_rounding_draws_what_the_xla_backend_draws(name, gate):
+def test_what_is_drawn_lost_and_kept_is_as_on_the_xla_backend(name, gate):
     """Codes differ only where sums in another order do; those of rounding to nearest differ often."""
-    feedback = name != "e4m3-tile" or gate == "kda"
-    policy = DecodePolicy(state=DRAWN[name], mode="replay", window=2, readout="stored", error_feedback=feedback)
-    x = {key: jnp.asarray(a) for key, a in make_inputs(0, gate=gate, B=2, T=4, H=1, HV=2, K=6, V=16).items()}
+    policy = DecodePolicy(
+        state=DRAWN[name],
+        mode="replay",
+        window=2,
+        readout="stored",
+        factor_qdq=name == "e4m3-tile",
+        error_feedback=name != "float16",
+    )
+    x = {key: jnp.asarray(a) for key, a in make_inputs(0, gate=gate, B=2, T=4, H=1, HV=2, K=6, V=20).items()}
     state = x.pop("initial_state")
     arrays = QuantArrays(step=jnp.uint32(2**32 - 2), layer=3, sequence_offset=7, head_offset=5)
-
-    def decode(x, state):
-        return jlaqat.delta_rule_decode(
-            **x, scale=0.3, state=state, quant=policy, quant_arrays=arrays, backend="xla", lengths=lengths
-        )
-
-    lengths = jnp.asarray([1, 0])  # so that the two sequences stand at different places
-    carry = decode({key: a[:, :1] for key, a in x.items()}, state)[1]
-    x, lengths = {key: a[:, 1:] for key, a in x.items()}, None
-    (o, after), pullback = jax.vjp(lambda x: decode(x, carry), x)
-    wanted = pullback((o, jax.tree.map(jnp.zeros_like, after)))[0]
-    out, gradients = by_kernels(policy, x, carry, Span(), arrays)
-    nearest = dataclasses.replace(policy, state=dataclasses.replace(policy.state, rounding="nearest"))
-    plain = by_kernels(nearest, x, carry, Span(), arrays)[0]
-    stored = (decode_replay_triton.as_stored(each.state, policy).values for each in (out, plain))
-    codes, other, reference = (np.asarray(values, np.float32) for values in (*stored, after.values))
-    same = codes == reference
-    assert same.mean() > 0.99 and (codes != other).mean() > 0.1
+    (out, gradients), (o, after, wanted) = both_backends(policy, x, state, arrays)
     assert_close(out.o, o, 1e-3, "o")
-    if feedback:
-        np.testing.assert_allclose(np.asarray(out.state.lost)[same], np.asarray(after.residual)[same], atol=1e-6)
     for key, gradient in zip(("q", "k", "v", "g", "beta"), gradients):
         assert_close(gradient, wanted[key], 1e-3, f"d{key}")
+    same = np.asarray(replay.as_stored(out.state, policy).values) == np.asarray(after.values)
+    assert same.mean() > 0.99
+    if policy.error_feedback:
+        np.testing.assert_allclose(np.asarray(out.state.lost)[same], np.asarray(after.residual)[same], atol=1e-6)
+    assert after.cursor.tolist() == [0, 1]
+    for field, entries in replay.arrays_of(out.ring)._asdict().items():
+        if entries is not None:
+            entry, reference = (np.asarray(e[1, :1], np.float32) for e in (entries, getattr(after, f"ring_{field}")))
+            assert np.isclose(entry, reference, rtol=1e-5, atol=1e-6).mean() > 0.95, field
+    nearest = dataclasses.replace(policy, state=dataclasses.replace(policy.state, rounding="nearest"))
+    plain = both_backends(nearest, x, state, arrays)[0][0]
+    assert (np.asarray(plain.state.values) != np.asarray(out.state.values)).mean() > 0.1
 
 
 def test_what_is_refused():
@@ -146,6 +164,11 @@ def test_what_is_refused():
         pipeline.forward(poisoned_run, tokens, state, oracle.make_ring(tokens, 3, [0, 0], torch.bfloat16), options)
     with pytest.raises(ValueError, match="ring.k has shape"):
         pipeline.forward(poisoned_run, tokens, state, ring._replace(k=ring.k[:, :, :, :8]), options)
+    with pytest.raises(ValueError, match="give tokens.k_scale with codes"):
+        pipeline.forward(poisoned_run, oracle.with_key_codes(tokens), state, ring, options)
+    coded, _, codes, _ = call(False, "e4m3-value_row", 3, oracle.CODED)
+    with pytest.raises(ValueError, match="ring.r_scale has shape .*the tokens ask for .2, 3, 2, 1."):
+        pipeline.forward(poisoned_run, coded, state, codes, dataclasses.replace(options, state=None, width=32))
     with pytest.raises(ValueError, match="one token"):
         pipeline.step(poisoned_run, tokens, state, ring, options)
     with pytest.raises(ValueError, match="rounding is not stochastic; give counters there"):

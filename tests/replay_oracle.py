@@ -2,16 +2,61 @@
 
 import contextlib
 
+import jax.numpy as jnp
+import numpy as np
 import recurrent_oracle
 import torch
 from recurrent_oracle import decoded, ratio
 
 from jlaqat.kernels import replay_pipeline as pipeline
-from jlaqat.kernels.recurrent_pipeline import Bounds, Gradients, State, Tokens
+from jlaqat.kernels.recurrent_pipeline import Bounds, Gradients, State
+from jlaqat.kernels.replay_pipeline import Tokens
+from jlaqat.rounding import quantize_codes
+from jlaqat.spec import QuantSpec
+
+CODED = torch.uint8  # the dtype of a ring under factor_qdq
 
 
-def make_ring(tokens, length, cursors, dtype=torch.float32):
-    """A ring of which each sequence has filled `cursors`; what lies behind them is NaN."""
+def factor_codes(x, block):
+    """(E4M3 codes as bytes, a scale for `block` values) of x [..., V], by jlaqat.rounding."""
+    groups = -(-x.shape[-1] // block)
+    rows = torch.nn.functional.pad(x.float(), (0, groups * block - x.shape[-1])).reshape(*x.shape[:-1], groups, block)
+    codes, scale = quantize_codes(jnp.asarray(rows.cpu().numpy()), QuantSpec.fp8(granularity="row"), site="w")
+    codes = torch.from_numpy(np.array(codes).view(np.uint8)).reshape(*x.shape[:-1], -1)[..., : x.shape[-1]]
+    return codes.contiguous().to(x.device), torch.from_numpy(np.array(scale)).to(x.device)
+
+
+def factor_values(codes, scale):
+    """What codes [..., V] stand for, float32; scale [..., groups]."""
+    values = codes.view(torch.float8_e4m3fn).float()
+    block = -(-values.shape[-1] // scale.shape[-1])
+    if scale.shape[-1] > 1:  # groups are full but for the last
+        block = 1 << (block - 1).bit_length()
+    return values * scale.repeat_interleave(block, -1)[..., : values.shape[-1]]
+
+
+def with_key_codes(tokens):
+    """The tokens, k rounded to codes."""
+    codes, scale = factor_codes(tokens.k, tokens.k.shape[-1])
+    return tokens._replace(k=codes, k_scale=scale[..., 0].contiguous())
+
+
+def values_of(tokens):
+    """q, k, v, g and beta as they count."""
+    q, k, v, g, beta, scale = tokens
+    return q, k if scale is None else factor_values(k, scale[..., None]), v, g, beta
+
+
+def entries_of(ring):
+    """k, r and g of a ring, float64."""
+    k, r = ring.k, ring.r
+    if ring.coded:
+        k, r = factor_values(k, ring.k_scale[..., None]), factor_values(r, ring.r_scale)
+    return k.double(), r.double(), ring.g.double()
+
+
+def make_ring(tokens, length, cursors, dtype=torch.float32, block=None):
+    """A ring of which each sequence has filled `cursors`; what lies behind them is NaN. block: of CODED r."""
     n, _, h, k = tokens.q.shape
     hv, v = tokens.v.shape[2:]
     gen = torch.Generator(device=tokens.q.device).manual_seed(7)
@@ -24,11 +69,15 @@ def make_ring(tokens, length, cursors, dtype=torch.float32):
 
     g = -0.1 * entries(*tokens.g.shape[2:]).abs()
     cursor = torch.tensor(cursors, dtype=torch.int32, device=tokens.q.device)
-    return pipeline.Ring((k**-0.5 * entries(h, k)).to(dtype), entries(hv, v).to(dtype), g, cursor)
+    keys, updates = k**-0.5 * entries(h, k), entries(hv, v)
+    if dtype != CODED:
+        return pipeline.Ring(keys.to(dtype), updates.to(dtype), g, cursor)
+    (k, k_scale), (r, r_scale) = factor_codes(keys, k), factor_codes(updates, block)
+    return pipeline.Ring(k, r, g, cursor, k_scale[..., 0].contiguous(), r_scale)
 
 
 def cut(tokens, start, stop):
-    return Tokens(*(x[:, start:stop].contiguous() for x in tokens))
+    return Tokens(*(None if x is None else x[:, start:stop].contiguous() for x in tokens))
 
 
 def with_lost(state):
@@ -93,8 +142,9 @@ def assert_same(state, ring, other_state, other_ring):
         assert_equal("lost", state.lost, other_state.lost)
     assert_equal("cursor", ring.cursor, other_ring.cursor)
     for n, cursor in enumerate(ring.cursor.tolist()):
-        for name, x, y in zip(ring._fields[:3], ring, other_ring):
-            assert_equal(f"ring.{name} of sequence {n}", x[n, :cursor], y[n, :cursor])
+        for name, x, y in zip(ring._fields, ring, other_ring):
+            if name != "cursor" and x is not None:
+                assert_equal(f"ring.{name} of sequence {n}", x[n, :cursor], y[n, :cursor])
 
 
 def replayed(checkpoint, ring):
@@ -102,7 +152,7 @@ def replayed(checkpoint, ring):
     states = []
     for n, cursor in enumerate(ring.cursor.tolist()):
         S = checkpoint[n].double()
-        k, r, g = (x[n].double() for x in ring[:3])
+        k, r, g = (x[n] for x in entries_of(ring))
         k = k.repeat_interleave(r.shape[1] // k.shape[1], 1)
         for i in range(cursor):
             decay = g[i].exp()[..., None] if g.ndim == 3 else g[i].exp()[:, None, None]
@@ -182,12 +232,17 @@ def check_call(tokens, state, ring, options, run, *, bound, gradient_bound, coun
     v, length, cursors = tokens.v.shape[3], ring.k.shape[1], ring.cursor.tolist()
     out = pipeline.forward(run, tokens, state, ring, options, counters=counters, save=True)
     saved = decoded(out.saved, options, v)
-    exact = [x.detach().double().requires_grad_() for x in tokens]
+    exact = [x.detach().double().requires_grad_() for x in values_of(tokens)]
     exact.append(replayed(decoded(state, options, v), ring).requires_grad_())
-    kept = out.r.double(), saved.double()
+    r_kept = factor_values(out.r, out.r_scale) if ring.coded else out.r
+    kept = r_kept.double(), saved.double()
     o, written, r, final = definition(*exact, *kept, cursors, length, options.scale, options.read_stored)
-    ring_bound = bound if ring.r.dtype == torch.float32 else 0.004
-    results = {"o": (out.o, o, bound), "r": (out.r, r, ring_bound)}
+    ring_bound = 0.05 if ring.coded else bound if ring.r.dtype == torch.float32 else 0.004
+    results = {"o": (out.o, o, bound), "r": (r_kept, r, ring_bound)}
+    if ring.coded:
+        rounded = factor_values(*factor_codes(r.detach(), pipeline.Call(tokens, options).width))
+        with said_about(f"r: {difference(r_kept, rounded)}"):
+            assert torch.isclose(r_kept, rounded, rtol=1e-5, atol=0).double().mean() > 0.99
     results["state"] = (replayed(decoded(out.state, options, v), out.ring), final, bound)
     checked = options.state is not None and options.state.rounding == "nearest"
     for n, cursor in enumerate(cursors):

@@ -1,6 +1,5 @@
 """Replay through its kernels as far as one can tell without a GPU; tests/gpu/test_replay.py has the values."""
 
-import dataclasses
 import functools
 import os
 import sys
@@ -24,7 +23,13 @@ from jlaqat import DecodePolicy, QuantArrays, QuantSpec, backends, decode_triton
 from jlaqat.testing import make_inputs
 
 REPLAY = DecodePolicy(state=QuantSpec.fp8(block_v=16), mode="replay", window=3, ring_dtype="bfloat16")
-DRAWN = dataclasses.replace(REPLAY, state=QuantSpec.fp8(block_v=16, rounding="stochastic", seed=3), error_feedback=True)
+ALL = DecodePolicy(  # that the kernels have in replay
+    state=QuantSpec.fp8(block_v=16, rounding="stochastic", seed=3),
+    mode="replay",
+    window=3,
+    factor_qdq=True,
+    error_feedback=True,
+)
 pytestmark = pytest.mark.usefixtures("compile_quickly")
 
 
@@ -65,8 +70,8 @@ def test_what_is_launched():
         carry = jax.eval_shape(functools.partial(loss, backend="triton"), x)[1][1]
         assert kernel_names(jax.make_jaxpr(steps)(x, carry).jaxpr) == ["replay_step"]
         assert kernel_names(jax.make_jaxpr(loss)(x).jaxpr) == ["replay_forward"]
-        of_drawn = jax.vmap(jax.grad(functools.partial(loss, quant=DRAWN, backend="triton"), has_aux=True))
-        for run, inputs in ((gradient, x), (jax.vmap(gradient), stacked), (of_drawn, stacked)):
+        of_all = jax.vmap(jax.grad(functools.partial(loss, quant=ALL, backend="triton"), has_aux=True))
+        for run, inputs in ((gradient, x), (jax.vmap(gradient), stacked), (of_all, stacked)):
             assert kernel_names(jax.make_jaxpr(run)(inputs).jaxpr) == ["replay_forward", "replay_backward", *sums]
     assert carry.values.dtype == jnp.float8_e4m3fn and carry.ring_k.shape == (2, 3, 1, 16)
     assert carry.ring_r.dtype == jnp.bfloat16
@@ -79,7 +84,7 @@ def test_a_prefix_leaves_an_empty_ring_to_the_kernels():
     assert names.count("replay_forward") == 1 and "chunk_state_forward" in names
 
 
-@pytest.mark.parametrize(("quant", "changed"), [(REPLAY, 5), (DRAWN, 6)], ids=["nearest", "drawn"])
+@pytest.mark.parametrize(("quant", "changed"), [(REPLAY, 5), (ALL, 8)], ids=["nearest", "all"])
 def test_a_step_changes_the_state_in_place(quant, changed):
     """What the launch reads and gives back is one buffer, so that a donated carry is not copied."""
     x = operands()
@@ -89,14 +94,14 @@ def test_a_step_changes_the_state_in_place(quant, changed):
         row = [x[name][:, 0] for name in ("q", "k", "v", "g", "beta")]
         text = step.trace(carry, row).lower(lowering_platforms=("cuda",)).as_text()
     [launch] = [line for line in text.splitlines() if "@triton_kernel_call_ffi" in line]
-    # Values, scale, ring k, r and g; what the last rounding lost.
+    # Values, scale, ring k, r and g; what the last rounding lost and the scales of k and r.
     assert launch.count("#stablehlo.output_operand_alias<") == changed
 
 
 @pytest.mark.parametrize(
     ("gate", "quant"),
-    [("gdn", DRAWN), *(pytest.param(g, REPLAY, marks=pytest.mark.slow) for g in ("gdn", "kda"))],
-    ids=["gdn-drawn", "gdn", "kda"],
+    [("gdn", ALL), *(pytest.param(g, REPLAY, marks=pytest.mark.slow) for g in ("gdn", "kda"))],
+    ids=["gdn-all", "gdn", "kda"],
 )
 def test_auto_traced_for_a_gpu_still_runs_where_there_is_none(gate, quant):
     """Traced for a GPU and lowered for the CPU, "auto" has the xla backend's bits, gradients and carries."""
@@ -115,7 +120,7 @@ def test_auto_traced_for_a_gpu_still_runs_where_there_is_none(gate, quant):
         assert np.array_equal(a, b)
 
 
-@pytest.mark.parametrize(("gate", "quant"), [("gdn", DRAWN), ("kda", REPLAY)], ids=["gdn-drawn", "kda"])
+@pytest.mark.parametrize(("gate", "quant"), [("gdn", ALL), ("kda", REPLAY)], ids=["gdn-all", "kda"])
 def test_what_the_kernels_keep_fits_the_rule(gate, quant):
     """Lowered for CUDA on 8 devices: Shardy takes the rule of either direction, for checkpoints and rings too."""
     mesh = jax.make_mesh((4, 2), ("b", "h"), axis_types=(AxisType.Auto,) * 2)

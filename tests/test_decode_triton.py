@@ -107,7 +107,7 @@ def test_a_step_is_one_launch_and_keeps_codes():
     ("policy", "more", "words"),
     [
         (DecodePolicy.preset("flashinfer_cast"), {}, "mode='handoff'"),
-        (DecodePolicy.preset("serving", ring_dtype="float32", factor_qdq=True), {}, "factor_qdq=True"),
+        (DecodePolicy.preset("serving", ring_dtype="float32", factor_qdq=True), {}, "not by block_v=64"),
         (DecodePolicy(state=QuantSpec.fp8(), quantize_initial=False), {}, "quantize_initial=True"),
         (DecodePolicy(state=QuantSpec.int8(rounding="half_away")), {}, "to nearest or stochastically"),
         (DecodePolicy(state=QuantSpec.nvfp4()), {}, "rounded state|nvfp4"),

@@ -17,30 +17,36 @@ def keep_gpu_dialect(text):
     raise Text(text)
 
 
-def sums_and_maxima(text):
-    """What is added up or compared, along which axis and in which layout, of a kernel in Triton's GPU dialect."""
+def sums(text):
+    """What is added up, along which axis and in which layout, of a kernel in Triton's GPU dialect."""
     layouts = dict(re.findall(r"^(#\w+) = (.*)$", text, re.MULTILINE))
     pattern = (
         r'"tt\.(reduce|scan)"\(.*?<\{axis = (\d).*?\n.*?(addf|max).*?\}\) : \((tensor<.*?>)(?:, tensor<.*?>)?\) ->'
     )
     found = re.findall(pattern, text, re.DOTALL)
     assert len(found) == len(re.findall(r'"tt\.(?:reduce|scan)"\(', text)) > 0
-    return {(*kind, re.sub(r"#\w+", lambda name: layouts.get(name[0], name[0]), operand)) for *kind, operand in found}
+    return {
+        (what, axis, re.sub(r"#\w+", lambda name: layouts.get(name[0], name[0]), operand))
+        for what, axis, kind, operand in found
+        if kind == "addf"
+    }
 
 
 @pytest.mark.parametrize(
-    ("gate", "state", "feedback"),
+    ("gate", "state", "feedback", "ring_dtype"),
     [
-        ("gdn", QuantSpec.fp8(), False),
-        ("kda", QuantSpec.fp8(rounding="stochastic"), True),
-        pytest.param("kda", QuantSpec.fp8(), False, marks=pytest.mark.slow),
-        pytest.param("gdn", QuantSpec.int8(granularity="key_row"), True, marks=pytest.mark.slow),
-        pytest.param("kda", QuantSpec.fp8(granularity="value_row"), False, marks=pytest.mark.slow),
-        pytest.param("gdn", None, False, marks=pytest.mark.slow),
+        ("gdn", QuantSpec.fp8(), False, "bfloat16"),
+        ("gdn", QuantSpec.fp8(), False, "uint8"),
+        ("kda", QuantSpec.fp8(rounding="stochastic"), True, "bfloat16"),
+        pytest.param("kda", QuantSpec.fp8(), False, "bfloat16", marks=pytest.mark.slow),
+        pytest.param("gdn", QuantSpec.int8(granularity="key_row"), True, "bfloat16", marks=pytest.mark.slow),
+        pytest.param("kda", QuantSpec.fp8(granularity="value_row"), False, "float32", marks=pytest.mark.slow),
+        pytest.param("kda", QuantSpec.fp8(granularity="value_row"), True, "uint8", marks=pytest.mark.slow),
+        pytest.param("gdn", None, False, "uint8", marks=pytest.mark.slow),
     ],
     ids=str,
 )
-def test_a_step_and_every_longer_call_sum_in_one_layout(gate, state, feedback, monkeypatch):
+def test_a_step_and_every_longer_call_sum_in_one_layout(gate, state, feedback, ring_dtype, monkeypatch):
     """Where a sum's terms lie in registers decides the order in which they are added, and so the bits."""
     from triton.backends.nvidia.compiler import CUDABackend
 
@@ -58,45 +64,49 @@ def test_a_step_and_every_longer_call_sum_in_one_layout(gate, state, feedback, m
     gates = (size,) if gate == "kda" else ()
     x = aot.FakeArray
 
-    def sums(launch, tokens, **which):
-        operands = [x((n, tokens, heads, size), "bfloat16")] * 3
-        operands += [x((n, tokens, heads, *gates), "float32"), x((n, tokens, heads), "bfloat16")]
-        entries = [x((n, length, heads, size), "bfloat16")] * 2 + [x((n, length, heads, *gates), "float32")]
+    def sums_of(launch, tokens, **which):
+        entries = [x((n, length, heads, size), ring_dtype)] * 2 + [x((n, length, heads, *gates), "float32")]
         ring = pipeline.Ring(*entries, x((n,), "int32"))
+        if ring.coded:
+            scales = [x((n, length, heads), "float32"), x((n, length, heads, size // 64), "float32")]
+            ring = pipeline.Ring(*ring[:4], *scales)
+        operands = [x((n, tokens, heads, size), dtype) for dtype in ("bfloat16", ring_dtype, "bfloat16")]
+        operands += [x((n, tokens, heads, *gates), "float32"), x((n, tokens, heads), "bfloat16")]
+        operands += [x((n, tokens, heads), "float32")] if ring.coded else []
         values = x((n, heads, size, size), "uint8" if state else "float32")
         entering = recurrent.State(values, x((1,), "float32") if state else None)
         if feedback:
             entering = entering._replace(lost=x(values.shape, "float32"))
         counters = x((n, heads, 4), "int32") if state and state.rounding == "stochastic" else None
-        options = recurrent.Options(scale=0.1, state=state, hardware_fp8=True)
+        options = recurrent.Options(scale=0.1, state=state, hardware_fp8=True, width=64 if ring.coded else None)
         with pytest.raises(Text) as compiled:
-            given = recurrent.Tokens(*operands), entering, ring, options
+            given = pipeline.Tokens(*operands), entering, ring, options
             launch(aot.CompileRun(90, []), *given, counters=counters, **which)
-        return sums_and_maxima(str(compiled.value))
+        return sums(str(compiled.value))
 
     bounds = recurrent.Bounds(*[x((n,), "int32")] * 2)
-    step = sums(pipeline.step, 1)
+    step = sums_of(pipeline.step, 1)
     for tokens, which in [(40, {"save": True}), (5, {}), (64, {"bounds": bounds})]:
-        assert sums(pipeline.forward, tokens, **which) == step
+        assert sums_of(pipeline.forward, tokens, **which) == step
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("architecture", "gate", "state", "window", "feedback"),
+    ("architecture", "gate", "state", "window", "more"),
     [
-        (80, "kda", QuantSpec.fp8(rounding="stochastic"), 8, True),
-        (89, "gdn", QuantSpec.int8(granularity="key_row", rounding="stochastic"), 16, False),
-        (90, "gdn", QuantSpec.fp8(rounding="stochastic"), 16, True),
-        (100, "kda", QuantSpec.float16(rounding="stochastic"), 1, False),
-        (120, "gdn", QuantSpec.fp8(granularity="value_row"), 8, True),
+        (80, "kda", QuantSpec.fp8(rounding="stochastic"), 8, {"feedback": True}),
+        (89, "gdn", QuantSpec.int8(granularity="key_row", rounding="stochastic"), 16, {}),
+        (90, "gdn", QuantSpec.fp8(rounding="stochastic"), 16, {"feedback": True, "ring_dtype": "uint8"}),
+        (100, "kda", QuantSpec.float16(rounding="stochastic"), 1, {"ring_dtype": "uint8"}),
+        (120, "gdn", QuantSpec.fp8(granularity="value_row"), 8, {"feedback": True}),
     ],
     ids=str,
 )
-def test_other_roundings_compile(architecture, gate, state, window, feedback):
+def test_other_roundings_compile(architecture, gate, state, window, more):
     """Rounding to nearest: test_recurrent_compile.py, which says why there are spills."""
     from jlaqat.kernels.aot import compile_recurrent
 
-    sizes = dict(key_dim=128, value_dim=128, heads=(4, 8), window=window, feedback=feedback)
+    sizes = dict(key_dim=128, value_dim=128, heads=(4, 8), window=window, **more)
     report = compile_recurrent(architecture, gate, "bfloat16", state, **sizes)
     assert {k.name for k in report} >= {"replay_step", "replay_forward", "replay_backward"}
     assert [k for k in report if k.stack > 1000] == []

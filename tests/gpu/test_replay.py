@@ -15,7 +15,8 @@ import jlaqat
 from jlaqat import DecodePolicy, QuantSpec
 from jlaqat.kernels import recurrent_pipeline
 from jlaqat.kernels import replay_pipeline as pipeline
-from jlaqat.kernels.recurrent_pipeline import Options, Tokens
+from jlaqat.kernels.recurrent_pipeline import Options
+from jlaqat.kernels.replay_pipeline import Tokens
 from jlaqat.testing import assert_close, make_inputs
 from jlaqat.torch_bridge.run import poisoned_run
 
@@ -32,10 +33,13 @@ def call(kda, name, length, ring_dtype=torch.bfloat16, read_stored=False, dtype=
     """(tokens, state, ring, options): sequences at the start, in the middle and at the end of a window."""
     shapes = dict(b=3, t=40, h=2, hv=4, dk=128, dv=128) | sizes
     q, k, v, g, beta, state = kernel_oracle.make_inputs(3, kda=kda, device="cuda", **shapes)
-    tokens = Tokens(q.to(dtype), k.to(ring_dtype), v.to(dtype), g.float(), beta.to(dtype))
-    options = Options(scale=0.1, state=SPECS[name], read_stored=read_stored, hardware_fp8=HARDWARE)
+    coded = ring_dtype == oracle.CODED
+    tokens = Tokens(q.to(dtype), k.float() if coded else k.to(ring_dtype), v.to(dtype), g.float(), beta.to(dtype))
+    tokens = oracle.with_key_codes(tokens) if coded else tokens
+    width = 64 if coded else None
+    options = Options(scale=0.1, state=SPECS[name], read_stored=read_stored, hardware_fp8=HARDWARE, width=width)
     cursors = [0, min(2, length - 1), length - 1][: shapes["b"]]
-    ring = oracle.make_ring(tokens, length, cursors, ring_dtype)
+    ring = oracle.make_ring(tokens, length, cursors, ring_dtype, recurrent_pipeline.Call(tokens, options).width)
     return tokens, entering_state(state.float(), options), ring, options
 
 
@@ -77,6 +81,12 @@ def test_stochastic_rounding(name, kda):
 
 
 @pytest.mark.parametrize("kda", [False, True], ids=["gdn", "kda"])
+@pytest.mark.parametrize("name", SPECS)
+def test_rounded_factors(name, kda):
+    check(*call(kda, name, 8, oracle.CODED, read_stored=kda))
+
+
+@pytest.mark.parametrize("kda", [False, True], ids=["gdn", "kda"])
 @pytest.mark.parametrize("name", [name for name, spec in SPECS.items() if spec])
 def test_error_feedback(name, kda):
     tokens, state, ring, options = call(kda, name, 8, read_stored=kda)
@@ -89,6 +99,7 @@ def test_error_feedback(name, kda):
         ("e4m3-tile", 64, torch.float32, dict(t=80)),
         ("int8-key_row", 8, torch.float32, dict(dk=60, dv=100, hv=2)),
         ("e4m3-value_row", 20, torch.bfloat16, dict(dk=256, dv=256, t=24)),
+        ("e4m3-tile", 20, oracle.CODED, dict(dk=60, dv=100, hv=2)),
     ],
     ids=str,
 )
@@ -110,7 +121,7 @@ def test_packed_sequences_have_the_bits_that_they_have_alone(kda):
 def test_window_1_is_token_mode(name, kda):
     tokens, state, ring, options = call(kda, name, 1, torch.float32)
     out = pipeline.forward(poisoned_run, tokens, state, ring, options)
-    token_mode = recurrent_pipeline.forward(poisoned_run, tokens, state, options)
+    token_mode = recurrent_pipeline.forward(poisoned_run, recurrent_pipeline.Tokens(*tokens[:5]), state, options)
     oracle.assert_equal("o", out.o, token_mode.o)
     oracle.assert_equal("values", out.state.values, token_mode.state.values)
     if out.state.scale is not None:
@@ -122,6 +133,7 @@ POLICIES = {
     "fp8": DecodePolicy(state=QuantSpec.fp8(), mode="replay", window=16, readout="stored"),
     "float32": DecodePolicy(mode="replay", window=5),
     "drawn": DecodePolicy(state=QuantSpec.fp8(rounding="stochastic", seed=3), mode="replay", window=8),
+    "factors": DecodePolicy(state=QuantSpec.fp8(), mode="replay", window=8, factor_qdq=True),
     "feedback": DecodePolicy(state=QuantSpec.int8(block_v=32), mode="replay", window=8, error_feedback=True),
 }
 
@@ -161,10 +173,8 @@ def test_replay_through_jax(name, gate):
     np.testing.assert_array_equal(jnp.moveaxis(o_steps, 0, 1), o, "o of steps")
     for name, a in vars(end).items():
         if name.startswith("ring") and a is not None:  # past the cursor a ring holds what it may
-            a, b = (
-                jnp.where((jnp.arange(a.shape[1]) < end.cursor[0]).reshape(1, -1, *[1] * (a.ndim - 2)), y, 0)
-                for y in (a, getattr(carry, name))
-            )
+            used = (jnp.arange(a.shape[1]) < end.cursor[0]).reshape(1, -1, *[1] * (a.ndim - 2))
+            a, b = (jnp.where(used, y.astype(jnp.float32), 0) for y in (a, getattr(carry, name)))
             np.testing.assert_array_equal(a, b, name)
         elif name != "policy" and a is not None:
             np.testing.assert_array_equal(a, getattr(carry, name), name)
