@@ -24,9 +24,8 @@ import pytest
 
 if jax.config.jax_platforms in (None, "", "cuda"):  # read when tests/conftest.py imported JAX
     jax.config.update("jax_platforms", "cuda,cpu")
-HERE = pathlib.Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))  # record
-sys.path.insert(0, str(HERE.parent))  # kernel_oracle, kernel_checks
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[0]))  # record
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # kernel_oracle, kernel_checks
 
 import record
 
