@@ -14,6 +14,7 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
+import math
 import os
 import shutil
 from collections.abc import Mapping
@@ -88,7 +89,8 @@ class Checkpointer:
     Args:
       directory: made if it is not there (unless read_only).
       max_to_keep: the latest steps that stay; None keeps all.
-      keep_best: steps that stay for their metrics, beside the latest; needs `best_metric`.
+      keep_best: steps that stay for their metrics, beside the latest; needs `best_metric`. Steps saved without that
+        metric are not ranked.
       best_metric: name of a metric given to `save`; `best_mode` says whether "min" or "max" is best.
       asynchronous: `save` returns once the values are copied to host memory and writes in the background. Off, the step
         is on disk when `save` returns.
@@ -118,7 +120,7 @@ class Checkpointer:
         if best_mode not in ("min", "max"):
             raise ValueError(f"best_mode={best_mode!r} is unknown; choose 'min' or 'max'.")
         self.directory = Path(directory).absolute()
-        self.read_only = read_only
+        self.read_only, self._best_metric = read_only, best_metric
         self._lock: int | None = None
         if not read_only:
             self._acquire_lock()
@@ -129,7 +131,7 @@ class Checkpointer:
         keep: list[Any] = [policies.LatestN(max_to_keep)]
         if keep_best:
             best = policies.BestN(
-                get_metric_fn=lambda metrics: metrics[best_metric],
+                get_metric_fn=lambda metrics: metrics.get(best_metric, math.inf if best_mode == "min" else -math.inf),
                 reverse=best_mode
                 == "min",  # Orbax keeps the end of the order: the largest, or with reverse the smallest
                 n=keep_best,
@@ -208,7 +210,8 @@ class Checkpointer:
             "config": None if config is None else dict(config),
         }
         items |= {name: ocp.args.JsonSave(doc) for name, doc in documents.items() if doc is not None}
-        self._manager.save(step, args=ocp.args.Composite(**items), metrics=dict(metrics) if metrics else None)
+        ranked = metrics and (self._best_metric is None or self._best_metric in metrics)
+        self._manager.save(step, args=ocp.args.Composite(**items), metrics=dict(metrics or {}) if ranked else None)
         self._remove_doomed()
 
     # -------------------------------------------------------------- restoring

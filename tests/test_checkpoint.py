@@ -261,6 +261,20 @@ def test_latest_and_best_steps_stay(tmp_path):
     assert not (tmp_path / ".deleting").exists()
 
 
+def test_steps_without_the_metric_are_not_ranked(tmp_path):
+    """A run saves between its evaluations as well, and where SIGTERM came."""
+    with Checkpointer(tmp_path, max_to_keep=1, keep_best=1, best_metric="eval_loss") as checkpointer:
+        for step, metrics in enumerate(({"loss": 3.0}, {"eval_loss": 2.0}, {"loss": 1.0}, {"eval_loss": 2.5}, None), 1):
+            checkpointer.save(step, small(), metrics=metrics)
+        assert checkpointer.all_steps() == [2, 5]
+    with Checkpointer(tmp_path / "unranked", max_to_keep=None) as checkpointer:
+        checkpointer.save(1, small(), metrics={"loss": 3.0})
+    with Checkpointer(tmp_path / "unranked", max_to_keep=1, keep_best=1, best_metric="eval_loss") as checkpointer:
+        for step, metrics in ((2, {"eval_loss": 2.0}), (3, {"loss": 1.0})):
+            checkpointer.save(step, small(), metrics=metrics)
+        assert checkpointer.all_steps() == [2, 3]
+
+
 def test_half_written_and_half_deleted_steps_are_ignored_and_cleaned(tmp_path):
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, small())
