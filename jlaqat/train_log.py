@@ -44,9 +44,15 @@ class JsonlLog:
         whole = content[: content.rfind(b"\n") + 1]
         if whole != content:
             os.truncate(self.path, len(whole))
-        for line in whole.decode().splitlines():
-            record = json.loads(line)
-            self._lines[record["kind"], record["step"]] = record
+        for number, line in enumerate(whole.decode(errors="replace").splitlines(), 1):
+            try:
+                record = json.loads(line)
+                self._lines[record["kind"], record["step"]] = record
+            except (ValueError, TypeError, KeyError) as error:
+                raise ValueError(
+                    f"{self.path}, line {number} is no record of a run: {line[:60]!r}. Remove the line, or move the "
+                    "file away."
+                ) from error
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> bool:
         """Appends a line unless (kind, step) has one; whether it did."""
