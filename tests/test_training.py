@@ -327,12 +327,12 @@ def test_jsonl_takes_each_step_once_and_survives_a_cut_line(tmp_path, caplog):
     assert not log.write("train", 2, {"loss": 0.5})
     assert "logged before with other values (loss" in caplog.text
     log.close()
-    file.write_bytes(file.read_bytes().replace(b'"kind"', b"\0\0\xff", 1))  # as a power failure may leave it
-    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 1 is no record of a run.*Remove the line, or move"):
-        JsonlLog(file)
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert [(r["kind"], r["step"]) for r in lines] == [("train", 1), ("eval", 1), ("train", 2)]
     assert lines[2]["loss"] == "nan", "JSON has no NaN"
+    file.write_bytes(file.read_bytes().replace(b'"kind"', b"\0\0\xff", 1))  # as a power failure may leave it
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 1 is no record of a run.*Remove the line, or move"):
+        JsonlLog(file)
 
 
 def test_other_processes_write_nothing(tmp_path):
