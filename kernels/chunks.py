@@ -88,8 +88,14 @@ def locate_sequence(p_sequences, i_n, T, NT, IS_PACKED: tl.constexpr):
 
 @triton.jit
 def row_offsets(i_d, D: tl.constexpr, STRIDE: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
-    """Offsets [BT, BD] of columns i_d.. of BT rows, STRIDE elements apart."""
-    return tl.arange(0, BT)[:, None] * STRIDE + (i_d + tl.arange(0, BD))[None, :]
+    """Offsets [BT, BD] of columns i_d.. of BT rows, STRIDE elements apart.
+
+    A row's bits are multiplied apart: a thread's rows differ in some of them, and so its addresses, by constants. Of the
+    sum, which the compiler does not take apart, it would hold every address, two registers each, and move them all on.
+    """
+    o_t = tl.arange(0, BT)
+    o_row = (o_t & 7) * STRIDE + (o_t & 8) * STRIDE + (o_t & -16) * STRIDE
+    return o_row[:, None] + (i_d + tl.arange(0, BD))[None, :]
 
 
 @triton.jit
