@@ -70,8 +70,7 @@ def _larger(x, y):
 def largest_magnitude(x, axis: tl.constexpr = None):
     """max |x| along an axis, or of all; NaN where there is one.
 
-    A maximum that keeps NaN takes |x| as it is, an instruction an element; the interpreter has none. (The scans over
-    chunks, which are short of registers, spill two more with it.)
+    A maximum that keeps NaN takes |x| as it is, an instruction an element; the interpreter has none.
     """
     if INTERPRETED:
         return tl.max(magnitude_bits(x), axis=axis).to(tl.float32, bitcast=True)
@@ -114,13 +113,25 @@ def round_code(x, FORMAT: tl.constexpr, HARDWARE_FP8: tl.constexpr):
 
 
 @triton.jit
+def low_byte(b_shifted):
+    """Eight bits of an integer to which SHIFT was added; 0 of NaN."""
+    return tl.minimum(b_shifted.to(tl.uint32, bitcast=True), BEYOND).to(tl.uint8)
+
+
+@triton.jit
 def quantize_tile(b_s, FORMAT: tl.constexpr, HARDWARE_FP8: tl.constexpr):
     """(codes float32, the one scale, bytes that `decode` reads) of a tile."""
-    amax = tl.max(magnitude_bits(b_s)).to(tl.float32, bitcast=True)
+    # A thread's own numbers by largest_magnitude, an instruction each; as integers, which one instruction compares
+    # across a warp, only what is left: one of eight columns.
+    b_most = largest_magnitude(tl.reshape(b_s, [b_s.shape[0], b_s.shape[1] // 8, 8]), 1)
+    amax = tl.max(magnitude_bits(b_most)).to(tl.float32, bitcast=True)
     s, r = compute_scale(amax, 448.0 if FORMAT == "e4m3" else 127.0)
     if FORMAT == "e4m3" and HARDWARE_FP8:
         b_fp8 = (b_s * r).to(tl.float8e4nv)  # once: the compiler would convert back for the bytes
         return b_fp8.to(tl.float32), s, b_fp8.to(tl.uint8, bitcast=True)
+    elif FORMAT == "int8":
+        b_shifted = scale_down(b_s, r, FORMAT) + SHIFT  # as round_code has it, and its low byte is the code's
+        return b_shifted - SHIFT, s, low_byte(b_shifted)
     else:
         b_code = round_code(scale_down(b_s, r, FORMAT), FORMAT, HARDWARE_FP8)
         return b_code, s, encode(b_code, FORMAT, HARDWARE_FP8)
@@ -129,7 +140,7 @@ def quantize_tile(b_s, FORMAT: tl.constexpr, HARDWARE_FP8: tl.constexpr):
 @triton.jit
 def fake_quantize_rows(b_x, FORMAT: tl.constexpr, HARDWARE_FP8: tl.constexpr):
     """Quantize-dequantized rows of [BT, BK]: one scale a row."""
-    amax = tl.max(magnitude_bits(b_x), axis=1).to(tl.float32, bitcast=True)
+    amax = largest_magnitude(b_x, 1)
     s, r = compute_scale(amax, 448.0 if FORMAT == "e4m3" else 127.0)
     return round_code(b_x * r[:, None], FORMAT, HARDWARE_FP8) * s[:, None]
 
@@ -137,7 +148,7 @@ def fake_quantize_rows(b_x, FORMAT: tl.constexpr, HARDWARE_FP8: tl.constexpr):
 @triton.jit
 def encode_rows(b_x, FORMAT: tl.constexpr, HARDWARE_FP8: tl.constexpr):
     """(bytes that `decode` reads, scales [BT]) of rows of [BT, BK]."""
-    amax = tl.max(magnitude_bits(b_x), axis=1).to(tl.float32, bitcast=True)
+    amax = largest_magnitude(b_x, 1)
     s, r = compute_scale(amax, 448.0 if FORMAT == "e4m3" else 127.0)
     if FORMAT == "e4m3" and HARDWARE_FP8:
         return (b_x * r[:, None]).to(tl.float8e4nv).to(tl.uint8, bitcast=True), s
@@ -154,7 +165,7 @@ def encode(code, FORMAT: tl.constexpr, HARDWARE_FP8: tl.constexpr):
     if code.dtype == tl.float8e4nv:
         return code.to(tl.uint8, bitcast=True)
     elif FORMAT == "int8":
-        return tl.minimum((code + SHIFT).to(tl.uint32, bitcast=True), BEYOND).to(tl.uint8)
+        return low_byte(code + SHIFT)
     elif HARDWARE_FP8:
         return code.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:
