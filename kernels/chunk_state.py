@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from jlaqat.kernels.chunks import (
+    join_bytes,
     load_gate_sums,
     load_rows,
     load_scalars,
@@ -40,11 +41,14 @@ def store_state(p, b, i_v, K: tl.constexpr, V: tl.constexpr):
     """One program's columns of a state [K, V], in p's dtype; unmasked where the block fits exactly."""
     BK: tl.constexpr = b.shape[0]
     BV: tl.constexpr = b.shape[1]
-    o = state_offsets(0, i_v, V, BK, BV)
-    if BK == K and (V // BV) * BV == V:
-        tl.store(p + o, b.to(p.dtype.element_ty))
+    if BK != K or (V // BV) * BV != V:
+        m = state_mask(0, i_v, K, V, BK, BV)
+        tl.store(p + state_offsets(0, i_v, V, BK, BV), b.to(p.dtype.element_ty), mask=m)
+    elif b.dtype == tl.uint8:
+        p_pair = p.to(tl.pointer_type(tl.uint16))
+        tl.store(p_pair + state_offsets(0, i_v // 2, V // 2, BK, BV // 2), join_bytes(b))
     else:
-        tl.store(p + o, b.to(p.dtype.element_ty), mask=state_mask(0, i_v, K, V, BK, BV))
+        tl.store(p + state_offsets(0, i_v, V, BK, BV), b.to(p.dtype.element_ty))
 
 
 @triton.jit
@@ -129,12 +133,13 @@ def chunk_state_forward_kernel(
         return
 
     sequence = (i_n.to(tl.int64) * HV + i_hv) * K * V
+    DTYPE: tl.constexpr = p_q.dtype.element_ty
     if HAS_INITIAL:
         b_s = load_state(p_initial + sequence, i_v, K, V, BK, BV)
+        b_c, b_scale, b_bytes = round_state(b_s, DTYPE, STATE_FORMAT, HARDWARE_FP8)
     else:
-        b_s = tl.zeros([BK, BV], tl.float32)
-    DTYPE: tl.constexpr = p_q.dtype.element_ty
-    b_c, b_scale, b_bytes = round_state(b_s, DTYPE, STATE_FORMAT, HARDWARE_FP8)
+        b_c, b_scale = tl.zeros([BK, BV], tl.float32), tl.full([], 1.0, tl.float32)
+        b_bytes = tl.zeros([BK, BV], DTYPE if STATE_FORMAT == "none" else tl.uint8)
     if SAVE_H and n_total > 0:
         state = i_c.to(tl.int64) * HV + i_hv
         store_state(p_h + state * K * V, b_bytes, i_v, K, V)

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from jlaqat.kernels.chunks import (
+    join_bytes,
     load_inverse,
     load_rows,
     load_scalars,
@@ -108,7 +109,11 @@ def store_w(
     else:
         b_w = tl.dot(b_x, (b_kg * b_beta[:, None]).to(b_x.dtype), input_precision=PRECISION)
         b_code, b_scale = encode_rows(b_w, W_FORMAT, HARDWARE_FP8)
-        store_rows(p_w, b_code, row, n_rows, i_hv, 0, HV, K)
+        if (K // 2) * 2 == K:
+            p_pair = p_w.to(tl.pointer_type(tl.uint16))
+            store_rows(p_pair, join_bytes(b_code), row, n_rows, i_hv, 0, HV, K // 2)
+        else:
+            store_rows(p_w, b_code, row, n_rows, i_hv, 0, HV, K)
         store_scalars(p_w_scale, b_scale, row, n_rows, i_hv, HV)
 
 
