@@ -213,6 +213,7 @@ class Call:
             "BT": CHUNK_SIZE,
             "IS_KDA": self.is_kda,
             "IS_PACKED": self.is_packed,
+            "WHOLE": not self.is_packed and t % CHUNK_SIZE == 0,  # no chunk ends early: nothing to mask
             "STATE_FORMAT": self.state_format,
             "TILE_V": self.tile_v,
             "W_FORMAT": self.options.quant.w.format if self.options.quant.w else "none",

@@ -109,6 +109,7 @@ def chunk_state_forward_kernel(
     BV: tl.constexpr,
     IS_KDA: tl.constexpr,
     IS_PACKED: tl.constexpr,
+    WHOLE: tl.constexpr,
     HAS_INITIAL: tl.constexpr,
     WRITE_O: tl.constexpr,
     SAVE_H: tl.constexpr,
@@ -148,7 +149,7 @@ def chunk_state_forward_kernel(
     o_k = tl.arange(0, BK)
 
     for start in range(0, n_total, BT):
-        n_rows = tl.minimum(n_total - start, BT)
+        n_rows = BT if WHOLE else tl.minimum(n_total - start, BT)
         b_w, b_w_scale = load_w(p_w, p_w_scale, row, n_rows, i_hv, HV, K, BT, BK, W_FORMAT, HARDWARE_FP8, DTYPE)
         b_u = load_rows(p_u, row, n_rows, i_hv, i_v, HV, V, BT, BV)
         b_h = b_c.to(DTYPE)
@@ -236,6 +237,7 @@ def chunk_state_backward_kernel(
     BV: tl.constexpr,
     IS_KDA: tl.constexpr,
     IS_PACKED: tl.constexpr,
+    WHOLE: tl.constexpr,
     W_FORMAT: tl.constexpr,
     P_WIDTH: tl.constexpr,
     HARDWARE_FP8: tl.constexpr,
@@ -254,7 +256,7 @@ def chunk_state_backward_kernel(
     n_chunks = (n_total + BT - 1) // BT
     # The compiler prefetches what products read, but not these: they are loaded one chunk ahead, into registers.
     i_row = row + (n_chunks - 1) * BT
-    n_rows = tl.minimum(n_total - (n_chunks - 1) * BT, BT)
+    n_rows = BT if WHOLE else tl.minimum(n_total - (n_chunks - 1) * BT, BT)
     if IS_KDA:
         b_decay = load_decay(p_g, (i_c + n_chunks - 1).to(tl.int64) * HV + i_hv, n_chunks > 0, K, BK)
     else:
@@ -262,7 +264,7 @@ def chunk_state_backward_kernel(
     for done in range(n_chunks):
         i = n_chunks - 1 - done
         i_row = row + i * BT
-        n_rows = tl.minimum(n_total - i * BT, BT)
+        n_rows = BT if WHOLE else tl.minimum(n_total - i * BT, BT)
         n_next = tl.where(i > 0, BT, 0)
         state = (i_c + i).to(tl.int64) * HV + i_hv
         if IS_KDA:

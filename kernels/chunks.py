@@ -61,8 +61,8 @@ def chunk_index_kernel(
 
 
 @triton.jit
-def locate_chunk(p_chunks, i_c, T, NT, BT: tl.constexpr, IS_PACKED: tl.constexpr):
-    """(first row as int64, rows that hold tokens, rows whose outputs exist) of chunk i_c."""
+def locate_chunk(p_chunks, i_c, T, NT, BT: tl.constexpr, IS_PACKED: tl.constexpr, WHOLE: tl.constexpr = False):
+    """(first row as int64, rows that hold tokens, rows whose outputs exist) of chunk i_c; WHOLE: BT rows, every one."""
     if IS_PACKED:
         i_n = tl.load(p_chunks + i_c * 3)
         row = tl.load(p_chunks + i_c * 3 + 1)
@@ -71,7 +71,7 @@ def locate_chunk(p_chunks, i_c, T, NT, BT: tl.constexpr, IS_PACKED: tl.constexpr
         return row.to(tl.int64), n_rows, n_stored
     else:
         row = (i_c % NT) * BT
-        n_rows = tl.minimum(T - row, BT)
+        n_rows = BT if WHOLE else tl.minimum(T - row, BT)
         return (i_c // NT).to(tl.int64) * T + row, n_rows, n_rows
 
 

@@ -142,6 +142,7 @@ def intra_chunk_forward_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
     IS_PACKED: tl.constexpr,
+    WHOLE: tl.constexpr,
     SAVE_X: tl.constexpr,
     P_WIDTH: tl.constexpr,
     W_FORMAT: tl.constexpr,
@@ -152,7 +153,7 @@ def intra_chunk_forward_kernel(
     pid = tl.program_id(0)
     i_c, i_hv = pid // HV, pid % HV
     i_h = i_hv // (HV // H)
-    row, n_rows, _ = locate_chunk(p_chunks, i_c, T, NT, BT, IS_PACKED)
+    row, n_rows, _ = locate_chunk(p_chunks, i_c, T, NT, BT, IS_PACKED, WHOLE)
     if n_rows <= 0:
         return
     o_t = tl.arange(0, BT)
@@ -200,6 +201,7 @@ def wy_recompute_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
     IS_PACKED: tl.constexpr,
+    WHOLE: tl.constexpr,
     WITH_U: tl.constexpr,
     X_WIDTH: tl.constexpr,
     W_FORMAT: tl.constexpr,
@@ -210,7 +212,7 @@ def wy_recompute_kernel(
     pid = tl.program_id(0)
     i_c, i_hv = pid // HV, pid % HV
     i_h = i_hv // (HV // H)
-    row, n_rows, _ = locate_chunk(p_chunks, i_c, T, NT, BT, IS_PACKED)
+    row, n_rows, _ = locate_chunk(p_chunks, i_c, T, NT, BT, IS_PACKED, WHOLE)
     if n_rows <= 0:
         return
     b_k = load_rows(p_k, row, n_rows, i_h, 0, H, K, BT, BK)

@@ -84,7 +84,7 @@ def _scan_forward(
             "p_v_new": call.by_row(hv, v) if save_v else UNUSED,
         },
         constants={
-            **call.dims("scale", "T", "NT", "N", "HK", "HV", "K", "V", "BT", "IS_KDA", "IS_PACKED"),
+            **call.dims("scale", "T", "NT", "N", "HK", "HV", "K", "V", "BT", "IS_KDA", "IS_PACKED", "WHOLE"),
             **call.dims("STATE_FORMAT", "HARDWARE_FP8", "PRECISION"),
             "W_FORMAT": call.w_format,
             "P_WIDTH": inputs["p_p"].shape[-1],
@@ -206,7 +206,7 @@ def _scan_backward(call: Call, saved: dict[str, Any], do: Any, dfinal: Any, p_se
         inputs=inputs,
         outputs=outputs,
         constants={
-            **call.dims("scale", "T", "NT", "HK", "HV", "K", "V", "BT", "IS_KDA", "IS_PACKED"),
+            **call.dims("scale", "T", "NT", "HK", "HV", "K", "V", "BT", "IS_KDA", "IS_PACKED", "WHOLE"),
             **call.dims("HARDWARE_FP8", "PRECISION"),
             "W_FORMAT": w_format,
             "P_WIDTH": inputs["p_p"].shape[-1],

@@ -45,7 +45,7 @@ def intra_forward(call: Call, p_chunks: Any, save_x: bool) -> dict[str, Any]:
             "p_u": call.by_row(hv, v),
         },
         constants={
-            **call.dims("scale", "T", "NT", "H", "HV", "K", "V", "BT", "IS_PACKED"),
+            **call.dims("scale", "T", "NT", "H", "HV", "K", "V", "BT", "IS_PACKED", "WHOLE"),
             **call.dims("W_FORMAT", "HARDWARE_FP8", "PRECISION", "MERGE_PRECISION"),
             "BK": power_of_two(k),
             "BV": call.width(knobs.bv, v),
@@ -88,7 +88,7 @@ def recompute(call: Call, residuals: Residuals, p_chunks: Any, *, with_u: bool) 
         },
         outputs={**_w_buffers(call), "p_u": call.by_row(hv, v) if with_u else UNUSED},
         constants={
-            **call.dims("T", "NT", "H", "HV", "K", "V", "BT", "IS_PACKED"),
+            **call.dims("T", "NT", "H", "HV", "K", "V", "BT", "IS_PACKED", "WHOLE"),
             **call.dims("W_FORMAT", "HARDWARE_FP8", "PRECISION"),
             "BK": power_of_two(k),
             "BV": call.width(knobs.bv, v),
