@@ -214,6 +214,7 @@ def compile_recurrent(
     if feedback:
         entering = entering._replace(lost=d_leaving)
     replay_pipeline.step(run, one, entering, ring, options, counters=counters)
+    replay_pipeline.forward(run, replayed_tokens, entering, ring, options, counters=counters)
     replayed = replay_pipeline.forward(run, replayed_tokens, entering, ring, options, counters=counters, save=True)
     replay_pipeline.backward(run, replayed_tokens, entering, ring, replayed, v, d_leaving, options)
     return report
