@@ -19,6 +19,7 @@ from jlaqat.kernels.chunks import (
     state_mask,
     state_offsets,
     store_rows,
+    to_float32,
 )
 from jlaqat.kernels.rounding import decode, quantize_tile
 
@@ -153,7 +154,7 @@ def chunk_state_forward_kernel(
         b_w, b_w_scale = load_w(p_w, p_w_scale, row, n_rows, i_hv, HV, K, BT, BK, W_FORMAT, HARDWARE_FP8, DTYPE)
         b_u = load_rows(p_u, row, n_rows, i_hv, i_v, HV, V, BT, BV)
         b_h = b_c.to(DTYPE)
-        b_v = b_u.to(tl.float32) - tl.dot(b_w, b_h, input_precision=PRECISION) * (b_w_scale * b_scale)[:, None]
+        b_v = to_float32(b_u) - tl.dot(b_w, b_h, input_precision=PRECISION) * (b_w_scale * b_scale)[:, None]
         if not IS_KDA:
             b_g, g_last = load_gate_sums(p_g, row, n_rows, i_hv, HV, BT)
         if SAVE_V:

@@ -126,6 +126,15 @@ def store_rows(p, b, row, n_rows, i_h, i_d, NH: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
+def to_float32(b):
+    """b in float32; of two bfloat16 in a word the upper one takes an instruction by its bits, by conversion two."""
+    if b.dtype == tl.bfloat16:
+        return (b.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return b.to(tl.float32)
+
+
+@triton.jit
 def join_bytes(b):
     """[R, C] bytes -> [R, C / 2] 16-bit words of two columns, as memory holds them.
 

@@ -20,4 +20,4 @@ def decay_matrix(b_gsum):
     BT: tl.constexpr = b_gsum.shape[0]
     o_t = tl.arange(0, BT)
     difference = b_gsum[:, None] - b_gsum[None, :]
-    return tl.where(o_t[:, None] >= o_t[None, :], tl.exp(tl.where(o_t[:, None] >= o_t[None, :], difference, 0.0)), 0.0)
+    return tl.exp(tl.where(o_t[:, None] >= o_t[None, :], difference, float("-inf")))

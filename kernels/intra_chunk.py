@@ -18,9 +18,10 @@ from jlaqat.kernels.chunks import (
     store_rows,
     store_scalars,
     store_scores,
+    to_float32,
 )
 from jlaqat.kernels.gates import bound_decay, decay_matrix
-from jlaqat.kernels.rounding import decode, encode_rows, fake_quantize_rows
+from jlaqat.kernels.rounding import INTERPRETED, decode, encode_rows, fake_quantize_rows
 
 
 @triton.jit
@@ -30,6 +31,31 @@ def merge_dot(b_x, b_y, MERGE_PRECISION: tl.constexpr):
         return tl.dot(b_x.to(tl.float16), b_y.to(tl.float16))
     else:
         return tl.dot(b_x, b_y, input_precision=MERGE_PRECISION)
+
+
+@triton.jit
+def keep_corner(b_x, m_corner, MERGE_PRECISION: tl.constexpr):
+    """b_x where m_corner, else zero; for float16 rounded to it already. m_corner is alike in columns 2j and 2j + 1.
+
+    A thread holds such columns of a product side by side (test_products_keep_pairs_of_columns), so both are chosen as one
+    word. The compiler would round first, choose them one by one and join them again.
+    """
+    if MERGE_PRECISION == "float16" and not INTERPRETED:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .pred keep;
+            setp.ne.b32 keep, $3, 0;
+            cvt.rn.f16x2.f32 $0, $2, $1;
+            selp.b32 $0, $0, 0, keep;
+            }""",
+            "=r,f,f,r,r",
+            [b_x, m_corner.to(tl.int32)],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        return tl.where(m_corner, b_x, 0.0)
 
 
 @triton.jit
@@ -65,10 +91,13 @@ def unit_lower_inverse(b_a, MERGE_PRECISION: tl.constexpr):
     else:
         b_x = leaf_inverses(b_a)
     for half in tl.static_range(FIRST, 6):
-        same = (o_t[:, None] >> (half + 1)) == (o_t[None, :] >> (half + 1))
-        corner = same & ((o_t[:, None] >> half) != (o_t[None, :] >> half))
-        b_l = tl.where(corner, merge_dot(b_x, b_a, MERGE_PRECISION), 0.0)
-        b_x -= merge_dot(b_l, b_x, MERGE_PRECISION)
+        o_block = o_t >> half
+        m_even = ((o_block & 1) == 0)[None, :]
+        corner = (o_block[:, None] == (o_block | 1)[None, :]) & m_even
+        b_l = keep_corner(merge_dot(b_x, b_a, MERGE_PRECISION), corner, MERGE_PRECISION)
+        b_joined = b_x - merge_dot(b_l, b_x, MERGE_PRECISION)
+        # Odd blocks of columns stay as they are; from eight columns on a thread knows them when it is compiled.
+        b_x = tl.where(m_even, b_joined, b_x) if half >= 3 else b_joined
     return b_x
 
 
@@ -173,7 +202,7 @@ def intra_chunk_forward_kernel(
     elif SAVE_X:
         store_inverse(p_x, b_x, row, n_rows, i_hv, HV, BT)
     b_k = load_rows(p_k, row, n_rows, i_h, 0, H, K, BT, BK)  # again: holding it through the inverse costs registers
-    b_kg = b_k * tl.exp(b_gsum)[:, None]
+    b_kg = to_float32(b_k) * tl.exp(b_gsum)[:, None]
     store_w(p_w, p_w_scale, b_x, b_kg, b_beta, row, n_rows, i_hv, HV, K, W_FORMAT, HARDWARE_FP8, PRECISION)
     for i_v in range(0, V, BV):
         b_v = load_rows(p_v, row, n_rows, i_hv, i_v, HV, V, BT, BV)
@@ -218,7 +247,7 @@ def wy_recompute_kernel(
     b_k = load_rows(p_k, row, n_rows, i_h, 0, H, K, BT, BK)
     b_beta = load_scalars(p_beta, row, n_rows, i_hv, HV, BT)
     b_x = load_inverse(p_x, row, n_rows, i_hv, HV, X_WIDTH, BT)
-    b_kg = b_k * tl.exp(load_scalars(p_gsum, row, n_rows, i_hv, HV, BT))[:, None]
+    b_kg = to_float32(b_k) * tl.exp(load_scalars(p_gsum, row, n_rows, i_hv, HV, BT))[:, None]
     store_w(p_w, p_w_scale, b_x, b_kg, b_beta, row, n_rows, i_hv, HV, K, W_FORMAT, HARDWARE_FP8, PRECISION)
     if WITH_U:
         for i_v in range(0, V, BV):
