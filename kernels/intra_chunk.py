@@ -37,7 +37,7 @@ def merge_dot(b_x, b_y, MERGE_PRECISION: tl.constexpr):
 def keep_corner(b_x, m_corner, MERGE_PRECISION: tl.constexpr):
     """b_x where m_corner, else zero; for float16 rounded to it already. m_corner is alike in columns 2j and 2j + 1.
 
-    A thread holds such columns of a product side by side (test_products_keep_pairs_of_columns), so both are chosen as one
+    A thread holds such columns of a product side by side (test_a_thread_holds_pairs_of_columns): both are chosen as one
     word. The compiler would round first, choose them one by one and join them again.
     """
     if MERGE_PRECISION == "float16" and not INTERPRETED:

@@ -65,10 +65,23 @@ def test_packed_sequences_with_empty_ones_and_a_tail(kda):
     check(pairs, torch.float32)
 
 
-@GATES
-def test_sizes_that_are_no_powers_of_two_in_float16(kda):
-    inputs = inputs_of(kda=kda, t=30, dk=20, dv=36)
+@pytest.mark.parametrize("kda, dk", [(False, 20), (True, 20), (False, 19)], ids=["gdn", "kda", "gdn-odd"])
+def test_sizes_that_are_no_powers_of_two_in_float16(kda, dk):
+    inputs = inputs_of(kda=kda, t=30, dk=dk, dv=36)
     check(run_both(inputs, FP8_WIDE, torch.float16), torch.float16)
+
+
+@GATES
+def test_whole_chunks_give_the_bits_that_masked_ones_give(kda):
+    """Nothing is masked where T is a multiple of 64; packed, the same tokens are."""
+    given = cast(inputs_of(kda=kda, t=128, dv=16), torch.float32)
+    results = []
+    for cu_seqlens in (None, torch.tensor([0, 128], dtype=torch.int32)):
+        out, gradients, *_ = run_kernels(given._replace(cu_seqlens=cu_seqlens), Options(scale=0.25, quant=FP8))
+        results.append({"o": out.o, "final_state": out.final_state} | gradients._asdict())
+    for name, x in results[0].items():
+        assert torch.isfinite(x).all(), name
+        assert torch.equal(x.view(torch.uint8), results[1][name].view(torch.uint8)), name
 
 
 @pytest.mark.parametrize("kda, quant", [(False, FP8), (True, PLAIN)], ids=["gdn-fp8", "kda-plain"])

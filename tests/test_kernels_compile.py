@@ -4,12 +4,13 @@ The variants here are a small pairwise set. `python -m jlaqat.kernels.aot` compi
 """
 
 import math
+import re
 
 import pytest
 
 pytest.importorskip("triton")
 
-from jlaqat.kernels import call, pipeline
+from jlaqat.kernels import aot, call, pipeline
 from jlaqat.kernels.aot import CompileRun, FakeArray, compile_pipeline
 from jlaqat.kernels.call import SHARED_MEMORY, Inputs, Options, UnsupportedByKernels, options_for
 from jlaqat.kernels.chunk_output import group_sum_kernel
@@ -60,6 +61,38 @@ def test_float32_compiles_and_fits(architecture):
     sizes = dict(key_dim=32, value_dim=32, heads=(1, 1))
     for kernel in compile_pipeline(architecture, "gdn", "float32", DeltaQuant(), **sizes):
         assert kernel.shared <= SHARED_MEMORY[architecture] * 1024, kernel
+
+
+@pytest.mark.parametrize("architecture", [80, 90, 120])
+def test_a_thread_holds_pairs_of_columns(architecture, monkeypatch):
+    """`keep_corner` chooses columns 2j and 2j + 1 at once: a thread must hold them side by side. m16n8 and wgmma do."""
+    texts = []
+    compile_one = aot.triton.compile
+
+    def keep_text(*args, **options):
+        kernel = compile_one(*args, **options)
+        texts.append(kernel.asm["ttgir"])
+        return kernel
+
+    monkeypatch.setattr(aot.triton, "compile", keep_text)
+    options = options_for(architecture, scale=1.0, tuning=Tuning())
+    with pytest.raises(StopIteration):
+        pipeline.forward(StopAfterOne(architecture), fake_inputs(), options)
+    chosen = re.findall(r"elementwise_inline_asm .*keep.*: tensor<64x64xf32, #(\w+)>", texts[0])
+    assert len(chosen) == 5
+    for layout in chosen:
+        assert re.search(rf"#{layout} = #ttg.nvidia_mma<", texts[0]), layout
+
+
+class StopAfterOne(CompileRun):
+    """Compiles the first launch, GDN's intra_chunk_forward, and raises StopIteration."""
+
+    def __init__(self, capability):
+        super().__init__(capability, [])
+
+    def __call__(self, launch):
+        super().__call__(launch)
+        raise StopIteration
 
 
 @pytest.mark.slow
