@@ -63,9 +63,9 @@ def test_float32_compiles_and_fits(architecture):
         assert kernel.shared <= SHARED_MEMORY[architecture] * 1024, kernel
 
 
-@pytest.mark.parametrize("architecture", [80, 90, 120])
+@pytest.mark.parametrize("architecture", [80, 90, 100, 120])
 def test_a_thread_holds_pairs_of_columns(architecture, monkeypatch):
-    """`keep_corner` chooses columns 2j and 2j + 1 at once: a thread must hold them side by side. m16n8 and wgmma do."""
+    """`keep_corner` chooses columns 2j and 2j + 1 at once: a thread must hold them side by side, as of products."""
     texts = []
     compile_one = aot.triton.compile
 
@@ -81,7 +81,7 @@ def test_a_thread_holds_pairs_of_columns(architecture, monkeypatch):
     chosen = re.findall(r"elementwise_inline_asm .*keep.*: tensor<64x64xf32, #(\w+)>", texts[0])
     assert len(chosen) == 5
     for layout in chosen:
-        assert re.search(rf"#{layout} = #ttg.nvidia_mma<", texts[0]), layout
+        assert re.search(rf"#{layout} = #ttg.(nvidia_mma<|linear<{{register = \[\[0, 1\])", texts[0]), layout
 
 
 class StopAfterOne(CompileRun):
