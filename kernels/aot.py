@@ -62,36 +62,44 @@ class Compiled:
     warps: int
 
 
+def compile_launch(launch: Launch, capability: int) -> Any:
+    """Triton's CompiledKernel of a launch whose arrays need no more than a dtype, for a compute capability.
+
+    `asm` has its texts, `src.signature` its parameters: those that are not "constexpr" are what it is given.
+    """
+    constexprs = {p.name for p in launch.kernel.params if p.is_constexpr}
+    signature, constants, attrs = {}, {}, {}
+    for i, name in enumerate(launch.kernel.arg_names):
+        if name in constexprs:
+            signature[name], constants[name] = "constexpr", launch.constants[name]
+        elif launch.constants.get(name) == 1 and not isinstance(launch.constants[name], float):
+            signature[name], constants[name] = "constexpr", 1  # as Triton and jax-triton specialize
+        elif name in launch.constants:
+            value = launch.constants[name]
+            signature[name] = "fp32" if isinstance(value, float) else "i32"
+            if not isinstance(value, float) and value % 16 == 0:
+                attrs[(i,)] = [["tt.divisibility", 16]]
+        else:
+            array = launch.outputs[name] if name in launch.outputs else launch.inputs[name]
+            signature[name] = "*" + _TYPES[dtype_name(array)]
+            attrs[(i,)] = [["tt.divisibility", 16]]
+    kind = GluonASTSource if isinstance(launch.kernel, GluonJITFunction) else ASTSource
+    source = kind(launch.kernel, signature, constants, attrs)
+    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, **launch.compiler_options}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
 class CompileRun:
     """`run(launch)` for a compute capability (80, 89, 90, 100, 120); appends a `Compiled` to `report`."""
 
     def __init__(self, capability: int, report: list[Compiled]):
-        self.target = GPUTarget("cuda", capability, 32)
+        self.capability = capability
         self.report = report
 
     def __call__(self, launch: Launch) -> dict[str, FakeArray]:
+        kernel = compile_launch(launch, self.capability)
+        self.report.append(_describe(launch, kernel, self.capability))
         outputs = {name: FakeArray(tuple(b.shape), b.dtype) for name, b in launch.outputs.items()}
-        constexprs = {p.name for p in launch.kernel.params if p.is_constexpr}
-        signature, constants, attrs = {}, {}, {}
-        for i, name in enumerate(launch.kernel.arg_names):
-            if name in constexprs:
-                signature[name], constants[name] = "constexpr", launch.constants[name]
-            elif launch.constants.get(name) == 1 and not isinstance(launch.constants[name], float):
-                signature[name], constants[name] = "constexpr", 1  # as Triton and jax-triton specialize
-            elif name in launch.constants:
-                value = launch.constants[name]
-                signature[name] = "fp32" if isinstance(value, float) else "i32"
-                if not isinstance(value, float) and value % 16 == 0:
-                    attrs[(i,)] = [["tt.divisibility", 16]]
-            else:
-                array = launch.inputs.get(name) or outputs[name]
-                signature[name] = "*" + _TYPES[dtype_name(array)]
-                attrs[(i,)] = [["tt.divisibility", 16]]
-        kind = GluonASTSource if isinstance(launch.kernel, GluonJITFunction) else ASTSource
-        source = kind(launch.kernel, signature, constants, attrs)
-        options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, **launch.compiler_options}
-        kernel = triton.compile(source, target=self.target, options=options)
-        self.report.append(_describe(launch, kernel, self.target.arch))
         return outputs | {name: launch.inputs[name] for name in launch.in_place}
 
 
