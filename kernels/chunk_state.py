@@ -194,7 +194,7 @@ def chunk_state_forward_kernel(
 def load_decay(p_decay, state, wanted, K: tl.constexpr, BK: tl.constexpr):
     """KDA: e^(G_L) of a chunk."""
     o_k = tl.arange(0, BK)
-    return tl.load(p_decay + state * K + o_k, mask=(o_k < K) & wanted, other=0.0)
+    return tl.load(p_decay + state * K + o_k, mask=o_k < tl.where(wanted, K, 0), other=0.0)
 
 
 @triton.jit

@@ -23,6 +23,9 @@ from jlaqat.kernels.chunks import (
 from jlaqat.kernels.gates import bound_decay, decay_matrix
 from jlaqat.kernels.rounding import INTERPRETED, decode, encode_rows, fake_quantize_rows
 
+# Versions of Triton whose layouts test_a_thread_holds_pairs_of_columns has seen; others choose columns one by one.
+PAIRS_OF_COLUMNS = tl.constexpr(triton.__version__.startswith(("3.7.", "3.9.")) and not INTERPRETED.value)
+
 
 @triton.jit
 def merge_dot(b_x, b_y, MERGE_PRECISION: tl.constexpr):
@@ -37,10 +40,10 @@ def merge_dot(b_x, b_y, MERGE_PRECISION: tl.constexpr):
 def keep_corner(b_x, m_corner, MERGE_PRECISION: tl.constexpr):
     """b_x where m_corner, else zero; for float16 rounded to it already. m_corner is alike in columns 2j and 2j + 1.
 
-    A thread holds such columns of a product side by side (test_a_thread_holds_pairs_of_columns): both are chosen as one
-    word. The compiler would round first, choose them one by one and join them again.
+    A thread holds such columns of a product side by side: both are chosen as one word. The compiler would round first,
+    choose them one by one and join them again.
     """
-    if MERGE_PRECISION == "float16" and not INTERPRETED:
+    if MERGE_PRECISION == "float16" and PAIRS_OF_COLUMNS:
         return tl.inline_asm_elementwise(
             """{
             .reg .pred keep;
