@@ -33,25 +33,30 @@ class EmulatedRun:
         for name, buffer in launch.outputs.items():
             arrays[name] = torch.empty(buffer.shape, dtype=getattr(torch, buffer.dtype))
             arrays[name].view(torch.uint8).fill_(POISON_BYTE)
-        starts, end = {}, ALIGNMENT
-        for name, x in arrays.items():
-            starts[name] = end
-            end += -(-x.nbytes // ALIGNMENT) * ALIGNMENT + ALIGNMENT
+        starts: dict[int, int] = {}  # by where they lie in torch: one array may stand for several parameters
+        end = ALIGNMENT
+        for x in arrays.values():
+            if x.data_ptr() not in starts:
+                starts[x.data_ptr()] = end
+                end += -(-x.nbytes // ALIGNMENT) * ALIGNMENT + ALIGNMENT
         memory = Memory(end, "global")
+        places = {name: slice(starts[x.data_ptr()], starts[x.data_ptr()] + x.nbytes) for name, x in arrays.items()}
         for name, x in arrays.items():
-            memory.bytes[starts[name] :][: x.nbytes] = bytes_of(x)
-        arguments = [starts[name] if name in starts else launch.constants[name] for name in names]
+            memory.bytes[places[name]] = bytes_of(x)
+        arguments = [places[name].start if name in places else launch.constants[name] for name in names]
         settings = dict(shared_bytes=shared_bytes, warps=launch.num_warps, reciprocal=self.reciprocal)
         for program in range(launch.grid):
             races = run_program(kernel, arguments, program, memory, **settings)
             assert not races, f"{launch.name}, program {program}: " + "; ".join(sorted(races))
+        written = {name: arrays[name] for name in (*launch.outputs, *launch.in_place)}
+        for name, x in written.items():
+            bytes_of(x)[:] = memory.bytes[places[name]]
         for name, x in arrays.items():
-            after = memory.bytes[starts[name] :][: x.nbytes]
-            if name in launch.outputs or name in launch.in_place:
-                bytes_of(x)[:] = after
-            else:
-                assert np.array_equal(after, bytes_of(x)), f"{launch.name} changed {name}"
-        return {name: arrays[name] for name in (*launch.outputs, *launch.in_place)}
+            assert np.array_equal(memory.bytes[places[name]], bytes_of(x)), f"{launch.name} changed {name}"
+        for place in places.values():
+            memory.bytes[place] = POISON_BYTE
+        assert (memory.bytes == POISON_BYTE).all(), f"{launch.name} wrote where no array lies"
+        return written
 
     def _compiled(self, launch: Launch) -> tuple[Kernel, list[str], int]:
         """The kernel, the names of what it is given, and its shared memory."""
