@@ -28,7 +28,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-from ptx_kernel import Instruction, Kernel
+from ptx_kernel import REGISTERS, TYPES, Instruction, Kernel
 from ptx_memory import KEYS, POISON, Memory
 from ptx_numbers import (
     BINARY,
@@ -37,21 +37,19 @@ from ptx_numbers import (
     ROUNDINGS,
     UNARY,
     decode,
+    divide,
     encode,
+    extract_bits,
     flush,
     fma,
+    fma_pairs,
+    matrix_product,
     neighbour,
     shift_left,
     shift_right,
 )
 
 LANES = 32
-TYPES = {
-    **{f"{kind}{8 * size}": np.dtype(f"{code}{size}") for kind, code in ("uu", "bu", "si") for size in (1, 2, 4, 8)},
-    "f32": np.dtype("f4"),
-    "pred": np.dtype(bool),
-}
-REGISTERS = (("%rs", np.dtype("u2")), ("%rd", np.dtype("u8")), ("%r", np.dtype("u4")), ("%p", np.dtype(bool)))
 
 
 class Program:
@@ -93,7 +91,7 @@ class Program:
 
     def _unwritten(self, operand: str) -> np.ndarray:
         for prefix, dtype in REGISTERS:
-            if re.fullmatch(rf"{prefix}\d+", operand):
+            if re.fullmatch(rf"{prefix}\w+", operand):
                 return np.full(self.threads, (1 << 64) - 1, np.uint64).astype(dtype)
         if not re.fullmatch(r"-?\d\w*", operand):
             raise NotImplementedError(f"an operand that the emulator does not know: {operand}")
@@ -118,6 +116,8 @@ class Program:
     def _arithmetic(self, i: Instruction) -> np.ndarray:
         name, kind = i.name[0], TYPES.get(i.name[-1])
         if kind is None:
+            if name == "fma" and i.name[-1] in ("bf16x2", "f16x2"):
+                return fma_pairs(*(self.read(operand, TYPES["u32"]) for operand in i.operands[1:]), i.name[-1][:-2])
             raise _unknown(i)
         if "wide" in i.name:  # factors of half the width, products and sums of the whole
             wide = np.dtype(f"{kind.kind}{2 * kind.itemsize}")
@@ -132,6 +132,8 @@ class Program:
                 return values[0] * values[1] + values[2]
             case "fma":
                 return fma(*values)
+            case "div" if kind.kind == "i":
+                return divide(*values)
             case "rcp":
                 return self._reciprocal(values[0], exact="approx" not in i.name)
             case "max" | "min" if "NaN" in i.name:
@@ -140,10 +142,7 @@ class Program:
                 bits = self.read(i.operands[2], TYPES["u32"])
                 return (shift_left if name == "shl" else shift_right)(values[0], bits)
             case "bfe":
-                start, length = (self.read(operand, TYPES["u32"]).astype(np.int64) for operand in i.operands[2:])
-                whole = values[0].astype(np.dtype(f"{kind.kind}8"))
-                above = (64 - start - length).astype(whole.dtype)  # bits that go first, then the sign fills up
-                return whole << above >> (64 - length).astype(whole.dtype)
+                return extract_bits(values[0], *(self.read(operand, TYPES["u32"]) for operand in i.operands[2:]))
         table: Mapping[str, Callable] = UNARY if len(values) == 1 else BINARY
         if name not in table:
             raise _unknown(i)
@@ -261,7 +260,10 @@ class Program:
         self._space(i).store(address, values.view(np.uint8), self._keys(active), i.text)
 
     def _space(self, i: Instruction) -> Memory:
-        return self.spaces["shared" if "shared" in i.name else "global"]
+        spaces = [part.split("::")[0] for part in i.name if part.split("::")[0] in self.spaces]
+        if len(spaces) != 1:
+            raise _unknown(i)
+        return self.spaces[spaces[0]]
 
     def _keys(self, active: np.ndarray) -> np.ndarray:
         return KEYS * self.epoch + self.warp[active]
@@ -295,6 +297,16 @@ class Program:
             if load:
                 self.write(register, halves.view(np.uint32)[:, 0], active)
 
+    def _multiply(self, i: Instruction, active: np.ndarray) -> None:
+        """mma.m16n8k16: sums exact up to one rounding to float32, where tensor cores drop bits on the way."""
+        if i.name[3:] not in (("m16n8k16", "row", "col", "f32", kind, kind, "f32") for kind in ("bf16", "f16")):
+            raise _unknown(i)
+        a, b = (np.stack([self.read(x, TYPES["u32"]) for x in _list(operand)], 1) for operand in i.operands[1:3])
+        product = matrix_product(a, b, i.name[-2])
+        product += np.stack([self.read(x, TYPES["f32"]) for x in _list(i.operands[3])], 1)
+        for j, target in enumerate(_list(i.operands[0])):
+            self.write(target, product[:, j].astype(np.float32), active)
+
     def _shuffle(self, i: Instruction, active: np.ndarray) -> None:
         lanes, bits = self.lane.reshape(-1, LANES), self.read(i.operands[2], TYPES["s32"]).reshape(-1, LANES)
         modes = {"bfly": lanes ^ bits, "up": lanes - bits, "down": lanes + bits, "idx": bits % LANES}
@@ -305,6 +317,13 @@ class Program:
         source = np.where((source >= 0) & (source < LANES), source, lanes)
         values = np.take_along_axis(self.read(i.operands[1], TYPES["u32"]).reshape(-1, LANES), source, 1)
         self.write(i.operands[0], values.ravel(), active)
+
+    def _reduce(self, i: Instruction, active: np.ndarray) -> None:
+        x = self.read(i.operands[1], TYPES[i.name[-1]]).reshape(-1, LANES)
+        kinds = {"max": x.max, "min": x.min, "add": x.sum}
+        if i.name[2] not in kinds or not active.all():
+            raise _unknown(i)
+        self.write(i.operands[0], kinds[i.name[2]](axis=1).repeat(LANES), active)
 
     def _copy(self, i: Instruction, active: np.ndarray) -> None:
         """cp.async: reads at once; what it writes is NaN until its group is waited for."""
@@ -341,8 +360,10 @@ METHODS: dict[str, Callable[[Program, Instruction, np.ndarray], None]] = {
     "cvt": Program._convert,
     "ld": Program._load,
     "ldmatrix": Program._matrix,
+    "mma": Program._multiply,
     "mov": Program._move,
     "prmt": Program._permute,
+    "redux": Program._reduce,
     "selp": Program._select,
     "setp": Program._compare,
     "shfl": Program._shuffle,

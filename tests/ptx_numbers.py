@@ -30,18 +30,42 @@ def decode(bits: np.ndarray, name: str) -> np.ndarray:
     return np.ascontiguousarray(bits.astype(f"u{dtype.itemsize}")).view(dtype).astype(np.float32)
 
 
-def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """a * b + c with one rounding.
-
-    The product is exact in float64; the sum is rounded to odd there, so that the rounding to float32 sees on which side
-    of a tie it lies.
-    """
-    product, c = a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64)
+def _sum_to_odd(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """a * b + c of float32 in float64: exact, or odd in the last bit, which keeps the side of every shorter tie."""
+    product, c = a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64)  # exact
     total = product + c
     part = total - product
     lost = (product - (total - part)) + (c - part)  # exact (Knuth's TwoSum)
     move = np.isfinite(total) & (lost != 0) & (total.view(np.int64) & 1 == 0)
-    return np.where(move, np.nextafter(total, np.copysign(np.inf, lost)), total).astype(np.float32)
+    return np.where(move, np.nextafter(total, np.copysign(np.inf, lost)), total)
+
+
+def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """a * b + c with one rounding."""
+    return _sum_to_odd(a, b, c).astype(np.float32)
+
+
+def fma_pairs(a: np.ndarray, b: np.ndarray, c: np.ndarray, name: str) -> np.ndarray:
+    """a * b + c with one rounding, of two 16-bit numbers in each uint32."""
+    bits = _sum_to_odd(*(decode(x.copy().view(np.uint16), name) for x in (a, b, c))).view(np.int64)
+    below = bits & (1 << 29) - 1  # float32 has no such bits; any of them makes its last one odd
+    single = (bits - below | np.where(below != 0, 1 << 29, 0)).view(np.float64).astype(np.float32)
+    return encode(single, name).astype(np.uint16).view(np.uint32)
+
+
+def matrix_product(a: np.ndarray, b: np.ndarray, name: str) -> np.ndarray:
+    """A B of mma.m16n8k16 in float64, as each thread holds it: [threads, 4] from uint32 [threads, 4] and [threads, 2].
+
+    A lane holds pairs: of row lane / 4 of A (then of the row 8 further, then of columns 8 further), of column lane / 4
+    of B (then of rows 8 further); of the product those of A's rows.
+    """
+    warps, lane = len(a) // 32, np.arange(32)[:, None]
+    row, pair = lane // 4, 2 * (lane % 4)
+    i, half = np.arange(8)[None] // 2, np.arange(8)[None] % 2
+    left, right = np.zeros((warps, 16, 16)), np.zeros((warps, 16, 8))
+    left[:, row + 8 * (i % 2), pair + half + 8 * (i // 2)] = decode(a.view(np.uint16), name).reshape(warps, 32, 8)
+    right[:, (pair + half + 8 * i)[:, :4], row] = decode(b.view(np.uint16), name).reshape(warps, 32, 4)
+    return (left @ right)[:, (row + 8 * i)[:, :4], (pair + half)[:, :4]].reshape(-1, 4)
 
 
 def flush(x: np.ndarray) -> np.ndarray:
@@ -69,6 +93,21 @@ def shift_right(a: np.ndarray, bits: np.ndarray) -> np.ndarray:
     last = 8 * a.itemsize - 1
     shifted = a >> np.minimum(bits, last).astype(a.dtype)
     return shifted if a.dtype.kind == "i" else np.where(bits > last, 0, shifted)
+
+
+def extract_bits(a: np.ndarray, start: np.ndarray, length: np.ndarray) -> np.ndarray:
+    """bfe, with length ≥ 1 and start + length ≤ 32."""
+    above = (64 - start.astype(np.int64) - length).astype(
+        f"{a.dtype.kind}8"
+    )  # goes first
+    whole = a.astype(above.dtype)
+    return whole << above >> (64 - length.astype(np.int64)).astype(above.dtype)
+
+
+def divide(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Integers, towards zero."""
+    quotient = np.abs(a.astype(np.int64)) // np.maximum(np.abs(b.astype(np.int64)), 1)
+    return np.where((a < 0) == (b < 0), quotient, -quotient)
 
 
 UNARY: dict[str, Callable[[Any], Any]] = {
