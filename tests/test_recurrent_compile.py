@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
 from jlaqat.spec import QuantSpec
 
@@ -111,6 +111,8 @@ def test_packed_compiles_without_spilling(architecture, gate, state):
     ids=str,
 )
 def test_replay_compiles(architecture, gate, state, window):
+    import triton
+
     from jlaqat.kernels.aot import compile_recurrent
 
     sizes = dict(key_dim=128, value_dim=128, heads=(4, 8), window=window)
