@@ -15,39 +15,24 @@ What is not modelled, and so cannot be found here:
 - Order within a warp. Lanes of a warp see each other's stores at once.
 - Branches that threads of one program take differently: they are an error. Programs of one grid side by side.
 - Timing. A cp.async arrives when it is waited for (its target is NaN until then), its group never earlier.
-- Approximations bit for bit. ex2.approx is rounded to nearest, rcp.approx as `reciprocal` says.
-- Instructions that these kernels do not have. One that is met is named by a NotImplementedError.
+- Approximations bit for bit. ex2.approx is rounded to nearest, rcp.approx as `reciprocal` says; mma rounds a sum once,
+  where tensor cores drop bits on the way.
+- wgmma, calls, atomics: instructions that the kernels tested here do not have. One that is met is named by a
+  NotImplementedError.
 
-Semantics: PTX ISA, "Instruction Set"; fragments of ldmatrix and stmatrix as figured there.
+Semantics: PTX ISA, "Instruction Set"; fragments of mma, ldmatrix and stmatrix as figured there.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import ptx_numbers as numbers
 from ptx_kernel import REGISTERS, TYPES, Instruction, Kernel
 from ptx_memory import KEYS, POISON, Memory
-from ptx_numbers import (
-    BINARY,
-    COMPARISONS,
-    FORMATS,
-    ROUNDINGS,
-    UNARY,
-    decode,
-    divide,
-    encode,
-    extract_bits,
-    flush,
-    fma,
-    fma_pairs,
-    matrix_product,
-    neighbour,
-    shift_left,
-    shift_right,
-)
 
 LANES = 32
 
@@ -115,10 +100,14 @@ class Program:
 
     def _arithmetic(self, i: Instruction) -> np.ndarray:
         name, kind = i.name[0], TYPES.get(i.name[-1])
-        if kind is None:
-            if name == "fma" and i.name[-1] in ("bf16x2", "f16x2"):
-                return fma_pairs(*(self.read(operand, TYPES["u32"]) for operand in i.operands[1:]), i.name[-1][:-2])
+        if not {"rz", "rm", "rp", "sat"}.isdisjoint(i.name) or ("ftz" in i.name and name not in ("rcp", "ex2")):
             raise _unknown(i)
+        if kind is None:
+            name_of_format = i.name[-1].removesuffix("x2")
+            if name not in numbers.HALVES or name_of_format not in numbers.FORMATS:
+                raise _unknown(i)
+            whole = TYPES["u32" if i.name[-1].endswith("x2") else "u16"]
+            return numbers.HALVES[name](name_of_format, *(self.read(x, whole) for x in i.operands[1:]))
         if "wide" in i.name:  # factors of half the width, products and sums of the whole
             wide = np.dtype(f"{kind.kind}{2 * kind.itemsize}")
             product = self.read(i.operands[1], kind).astype(wide) * self.read(i.operands[2], kind).astype(wide)
@@ -131,19 +120,20 @@ class Program:
             case "mad":
                 return values[0] * values[1] + values[2]
             case "fma":
-                return fma(*values)
-            case "div" if kind.kind == "i":
-                return divide(*values)
+                return numbers.fma(*values)
+            case "div" if kind.kind in "fi":
+                return numbers.divide(*values)
             case "rcp":
                 return self._reciprocal(values[0], exact="approx" not in i.name)
             case "max" | "min" if "NaN" in i.name:
                 return (np.maximum if name == "max" else np.minimum)(*values)
             case "shl" | "shr":
                 bits = self.read(i.operands[2], TYPES["u32"])
-                return (shift_left if name == "shl" else shift_right)(values[0], bits)
+                return (numbers.shift_left if name == "shl" else numbers.shift_right)(values[0], bits)
             case "bfe":
-                return extract_bits(values[0], *(self.read(operand, TYPES["u32"]) for operand in i.operands[2:]))
-        table: Mapping[str, Callable] = UNARY if len(values) == 1 else BINARY
+                start, length = (self.read(operand, TYPES["u32"]) for operand in i.operands[2:])
+                return numbers.extract_bits(values[0], start, length)
+        table: dict[str, Any] = numbers.UNARY if len(values) == 1 else numbers.BINARY
         if name not in table:
             raise _unknown(i)
         return table[name](*values)
@@ -151,7 +141,7 @@ class Program:
     def _reciprocal(self, x: np.ndarray, exact: bool) -> np.ndarray:
         if exact:
             return (1 / x.astype(np.float64)).astype(np.float32)
-        return flush(neighbour(1 / flush(x).astype(np.float64), self.reciprocal))
+        return numbers.flush(numbers.neighbour(1 / numbers.flush(x).astype(np.float64), self.reciprocal))
 
     def _branch(self, i: Instruction, active: np.ndarray) -> None:
         if active.any() and not active.all():
@@ -160,6 +150,8 @@ class Program:
             self.next = self.kernel.labels[i.operands[0]]
 
     def _barrier(self, i: Instruction, active: np.ndarray) -> None:
+        if i.name == ("bar", "warp", "sync"):
+            return
         if i.name != ("bar", "sync") or i.operands != ("0",) or not active.all():
             raise _unknown(i)
         self.epoch += 1
@@ -173,8 +165,8 @@ class Program:
             comparison, or_unordered = comparison[:-1], True
         if comparison in ("nan", "num"):
             result = unordered == (comparison == "nan")
-        elif comparison in COMPARISONS and len(i.operands) == 3:
-            result = COMPARISONS[comparison](a, b) & ~unordered | (unordered & or_unordered)
+        elif comparison in numbers.COMPARISONS and len(i.operands) == 3:
+            result = numbers.COMPARISONS[comparison](a, b) & ~unordered | (unordered & or_unordered)
         else:
             raise _unknown(i)
         self.write(i.operands[0], result, active)
@@ -188,14 +180,14 @@ class Program:
         target, source = i.operands
         if source.startswith("{"):  # the first is the lowest
             parts = _list(source)
-            part = np.dtype(f"u{kind.itemsize // len(parts)}")
-            whole = np.stack([self.read(p, part) for p in parts], 1).view(f"u{kind.itemsize}")[:, 0]
+            size = np.dtype(f"u{kind.itemsize // len(parts)}")
+            whole = np.stack([self.read(part, size) for part in parts], 1).view(f"u{kind.itemsize}")[:, 0]
             self.write(target, whole, active)
         elif target.startswith("{"):
             parts = _list(target)
             halves = self.read(source, kind)[:, None].view(f"u{kind.itemsize // len(parts)}")
-            for j, part_name in enumerate(parts):
-                self.write(part_name, halves[:, j], active)
+            for j, part in enumerate(parts):
+                self.write(part, halves[:, j], active)
         else:
             self.write(target, self.read(source, kind), active)
 
@@ -212,19 +204,23 @@ class Program:
     def _convert(self, i: Instruction, active: np.ndarray) -> None:
         target, source = i.name[-2:]
         if target.endswith("x2") and source == "f32":
-            high, low = (encode(self.read(x, TYPES["f32"]), target[:-2]) for x in i.operands[1:])
+            high, low = (numbers.encode(self.read(x, TYPES["f32"]), target[:-2]) for x in i.operands[1:])
             result = high << (8 if target == "e4m3x2" else 16) | low
-        elif (target, source) == ("f16x2", "e4m3x2"):
-            pair = self.read(i.operands[1], TYPES["u16"])
-            low, high = (encode(decode(x, "e4m3"), "f16") for x in (pair & 0xFF, pair >> 8))
-            result = high << 16 | low
-        elif source == "f32" and target in FORMATS and "rn" in i.name:
-            result = encode(self.read(i.operands[1], TYPES["f32"]), target)
-        elif target == "f32" and source in FORMATS:
-            result = decode(self.read(i.operands[1], TYPES["u16"]), source)
+        elif {target, source} == {"f16x2", "e4m3x2"}:
+            wide = source == "f16x2"
+            pair = self.read(i.operands[1], TYPES["u32" if wide else "u16"])
+            parts = (pair & 0xFFFF, pair >> 16) if wide else (pair & 0xFF, pair >> 8)
+            low, high = (numbers.encode(numbers.decode(x, source[:-2]), target[:-2]) for x in parts)
+            result = high << (8 if wide else 16) | low
+        elif source in numbers.FORMATS or target in numbers.FORMATS:
+            x = self.read(i.operands[1], TYPES["f32" if source == "f32" else "u16"])
+            x = x if source == "f32" else numbers.decode(x, source)
+            if i.name[1] not in ("rn", "rz", "f32") or target not in ("f32", *numbers.FORMATS):
+                raise _unknown(i)
+            result = x if target == "f32" else numbers.encode(x, target, truncated=i.name[1] == "rz")
         elif source in TYPES and target in TYPES:
             x, kind = self.read(i.operands[1], TYPES[source]), TYPES[target]
-            rounding = next((ROUNDINGS[part] for part in i.name if part in ROUNDINGS), None)
+            rounding = next((numbers.ROUNDINGS[part] for part in i.name if part in numbers.ROUNDINGS), None)
             if source == "f32":
                 if rounding is None:
                     raise _unknown(i)
@@ -298,11 +294,10 @@ class Program:
                 self.write(register, halves.view(np.uint32)[:, 0], active)
 
     def _multiply(self, i: Instruction, active: np.ndarray) -> None:
-        """mma.m16n8k16: sums exact up to one rounding to float32, where tensor cores drop bits on the way."""
         if i.name[3:] not in (("m16n8k16", "row", "col", "f32", kind, kind, "f32") for kind in ("bf16", "f16")):
             raise _unknown(i)
         a, b = (np.stack([self.read(x, TYPES["u32"]) for x in _list(operand)], 1) for operand in i.operands[1:3])
-        product = matrix_product(a, b, i.name[-2])
+        product = numbers.matrix_product(a, b, i.name[-2])
         product += np.stack([self.read(x, TYPES["f32"]) for x in _list(i.operands[3])], 1)
         for j, target in enumerate(_list(i.operands[0])):
             self.write(target, product[:, j].astype(np.float32), active)

@@ -17,11 +17,13 @@ FORMATS = {
 }
 
 
-def encode(x: np.ndarray, name: str) -> np.ndarray:
-    """Bits of float32 numbers in a format, to nearest; E4M3 saturates."""
+def encode(x: np.ndarray, name: str, truncated: bool = False) -> np.ndarray:
+    """Bits of float32 numbers in a format, to nearest or towards zero; E4M3 saturates."""
     dtype, nan = FORMATS[name]
     x = np.clip(x, -448, 448) if name == "e4m3" else x  # leaves NaN
     bits = x.astype(dtype).view(f"u{dtype.itemsize}")
+    if truncated:
+        bits = bits - (np.abs(decode(bits, name)) > np.abs(x)).astype(bits.dtype)
     return np.where(np.isnan(x), nan, bits).astype(np.uint32)
 
 
@@ -45,12 +47,24 @@ def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     return _sum_to_odd(a, b, c).astype(np.float32)
 
 
-def fma_pairs(a: np.ndarray, b: np.ndarray, c: np.ndarray, name: str) -> np.ndarray:
-    """a * b + c with one rounding, of two 16-bit numbers in each uint32."""
+def _fma_halves(name: str, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """a * b + c with one rounding, of the 16-bit numbers in a uint16 or, two, in a uint32."""
     bits = _sum_to_odd(*(decode(x.copy().view(np.uint16), name) for x in (a, b, c))).view(np.int64)
     below = bits & (1 << 29) - 1  # float32 has no such bits; any of them makes its last one odd
     single = (bits - below | np.where(below != 0, 1 << 29, 0)).view(np.float64).astype(np.float32)
-    return encode(single, name).astype(np.uint16).view(np.uint32)
+    return encode(single, name).astype(np.uint16).view(a.dtype)
+
+
+def _negate_halves(name: str, a: np.ndarray) -> np.ndarray:
+    return a ^ a.dtype.type(0x80008000 >> 32 - 8 * a.itemsize)
+
+
+def _multiply_halves(name: str, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    minus_zero = _negate_halves(name, np.zeros_like(a))  # leaves the sign of a product that is zero
+    return _fma_halves(name, a, b, minus_zero)
+
+
+HALVES: dict[str, Callable[..., np.ndarray]] = {"fma": _fma_halves, "mul": _multiply_halves, "neg": _negate_halves}
 
 
 def matrix_product(a: np.ndarray, b: np.ndarray, name: str) -> np.ndarray:
@@ -97,15 +111,15 @@ def shift_right(a: np.ndarray, bits: np.ndarray) -> np.ndarray:
 
 def extract_bits(a: np.ndarray, start: np.ndarray, length: np.ndarray) -> np.ndarray:
     """bfe, with length ≥ 1 and start + length ≤ 32."""
-    above = (64 - start.astype(np.int64) - length).astype(
-        f"{a.dtype.kind}8"
-    )  # goes first
-    whole = a.astype(above.dtype)
-    return whole << above >> (64 - length.astype(np.int64)).astype(above.dtype)
+    whole = a.astype(f"{a.dtype.kind}8")
+    above = (64 - start.astype(np.int64) - length).astype(whole.dtype)  # what is shifted out first
+    return whole << above >> (64 - length.astype(np.int64)).astype(whole.dtype)
 
 
 def divide(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Integers, towards zero."""
+    """float32 to nearest, integers towards zero."""
+    if a.dtype.kind == "f":
+        return (a.astype(np.float64) / b.astype(np.float64)).astype(np.float32)
     quotient = np.abs(a.astype(np.int64)) // np.maximum(np.abs(b.astype(np.int64)), 1)
     return np.where((a < 0) == (b < 0), quotient, -quotient)
 
