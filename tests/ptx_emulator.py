@@ -224,7 +224,7 @@ class Program:
             if source == "f32":
                 if rounding is None:
                     raise _unknown(i)
-                x = rounding(x)
+                x = rounding(numbers.flush(x) if "ftz" in i.name else x)
                 if kind.kind != "f":  # saturates, NaN becomes 0
                     limits = np.iinfo(kind)
                     x = np.clip(np.nan_to_num(x.astype(np.float64)), limits.min, limits.max)
