@@ -27,7 +27,7 @@ from jlaqat.kernels.recurrent_pipeline import Options
 from jlaqat.kernels.replay_pipeline import Tokens
 
 BOUNDS = dict(bound=0.005, gradient_bound=0.008)  # bfloat16's, spec/delta_rule.md
-# On SM89 Triton before 3.9 has float32 go to E4M3 through float16, truncated: what lies just above a tie becomes the tie.
+# On SM89 Triton before 3.9 takes float32 to E4M3 through float16, truncated: just above a tie becomes the tie.
 ROUNDED_TWICE = pytest.mark.skipif(triton_version() < (3, 9), reason="float32 to E4M3 rounds twice on SM89")
 DRAWN = dict(rounding="stochastic", seed=3)
 
