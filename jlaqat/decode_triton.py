@@ -323,12 +323,13 @@ def _by_segments(
 
 def options_of(target: Target, policy: DecodePolicy, scale: float) -> Any:
     from jlaqat.kernels import recurrent_pipeline
+    from jlaqat.kernels.call import converts_to_e4m3
 
     return recurrent_pipeline.Options(
         scale=scale,
         state=policy.state,
         read_stored=policy.readout == "stored",
-        hardware_fp8=target.capability >= 89,
+        hardware_fp8=converts_to_e4m3(target.capability),
     )
 
 

@@ -23,7 +23,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 from jlaqat.kernels import pipeline, recurrent_pipeline, replay_pipeline
-from jlaqat.kernels.call import SHARED_MEMORY, Inputs, options_for
+from jlaqat.kernels.call import SHARED_MEMORY, Inputs, converts_to_e4m3, options_for
 from jlaqat.kernels.launch import Launch, dtype_name
 from jlaqat.kernels.tuning import Tuning
 from jlaqat.spec import DeltaQuant, QuantSpec
@@ -182,7 +182,7 @@ def compile_recurrent(
     k = q if window is None else FakeArray(q.shape, ring_dtype)
     operands = recurrent_pipeline.Tokens(q, k, v, g, FakeArray((rows, tokens, hv), dtype))
     options = recurrent_pipeline.Options(
-        scale=key_dim**-0.5, state=state, read_stored=read_stored, hardware_fp8=architecture >= 89
+        scale=key_dim**-0.5, state=state, read_stored=read_stored, hardware_fp8=converts_to_e4m3(architecture)
     )
     report: list[Compiled] = []
     run = CompileRun(architecture, report)

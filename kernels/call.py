@@ -79,7 +79,7 @@ class Options:
 
     scale: on q.
     quant: what is rounded. The kernels take E4M3 and INT8 states by tile and E4M3 w by row, dynamic scales, to nearest.
-    hardware_fp8: use the E4M3 conversion of SM89 and newer; the arithmetic one gives the same bits.
+    hardware_fp8: use the hardware's E4M3 conversion (`call.converts_to_e4m3`); the arithmetic one gives the same bits.
     architecture, shared_memory: 90 for SM90, which names the table of launch parameters, and the bytes that a program
       may take there: deeper pipelines than fit are cut. `options_for` fills in all of these and the next.
     hopper: use the kernels written for SM90 (pipeline_hopper.py) where they serve and the table names them.
@@ -300,12 +300,21 @@ def check_supported(quant: DeltaQuant) -> None:
 def options_for(capability: int, **fields: Any) -> Options:
     """Options of an architecture, 90 for SM90."""
     given = {
-        "hardware_fp8": capability >= 89,
+        "hardware_fp8": converts_to_e4m3(capability),
         "architecture": capability,
         "shared_memory": SHARED_MEMORY.get(capability, 99) * 1024,
         "hopper": capability == 90 and triton_version() >= HOPPER_TRITON,
     }
     return Options(**given | fields)
+
+
+def converts_to_e4m3(capability: int) -> bool:
+    """Whether the hardware's conversion of float32 to E4M3 gives the contract's bits there, as Triton compiles it.
+
+    From SM89 on, but for SM89 with Triton before 3.9, which goes through float16, cut off: just above a tie that rounds
+    down (tests/test_kernels_emulated.py).
+    """
+    return capability >= 90 or (capability == 89 and triton_version() >= (3, 9))
 
 
 def triton_version() -> tuple[int, int]:

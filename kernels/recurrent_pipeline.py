@@ -72,7 +72,7 @@ class Options:
 
     scale: on q. state: how the state is rounded after every token, None for float32.
     read_stored: outputs read the state after its rounding, not before.
-    hardware_fp8: use the E4M3 conversion of SM89 and newer; the arithmetic one gives the same bits.
+    hardware_fp8: use the hardware's E4M3 conversion (`call.converts_to_e4m3`); the arithmetic one gives the same bits.
     width, warps, vector: columns and warps of one program, and codes that a thread loads at once; None takes what was
       fastest (`benchmarks/bench_decode.py`). Tiles and key rows leave no choice of width. Forward calls whose bits must
       agree need the same ones, as sums go over other layouts otherwise.

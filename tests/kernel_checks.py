@@ -9,7 +9,7 @@ import kernel_oracle as oracle
 import torch
 
 from jlaqat.kernels import pipeline
-from jlaqat.kernels.call import Inputs, Options
+from jlaqat.kernels.call import Inputs, Options, converts_to_e4m3
 from jlaqat.torch_bridge.run import poisoned_run
 
 # RMS(x - ref) / RMS(ref), by output and by the inputs' dtype: the contract's bounds.
@@ -17,6 +17,14 @@ FORWARD = {torch.float32: 1e-5, torch.float16: 0.005, torch.bfloat16: 0.005}
 GRADIENT = {torch.float32: 1e-4, torch.float16: 0.008, torch.bfloat16: 0.008}
 GATE_GRADIENT = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.02}
 BOUNDS = {"o": FORWARD, "final_state": FORWARD, "dg": GATE_GRADIENT, "dbeta": GATE_GRADIENT}
+
+
+def hardware_fp8():
+    """Whether the GPU here, if there is one, converts to E4M3 as the contract says."""
+    if not torch.cuda.is_available():
+        return False
+    major, minor = torch.cuda.get_device_capability()
+    return converts_to_e4m3(10 * major + minor)
 
 
 def cast(inputs, dtype, cu_seqlens=None):

@@ -18,6 +18,7 @@ import kernel_oracle
 import torch
 from emulated_run import EmulatedRun
 
+from jlaqat.kernels.call import converts_to_e4m3
 from jlaqat.kernels.tuning import Tuning
 from jlaqat.spec import DeltaQuant, QuantSpec
 
@@ -38,5 +39,7 @@ INT8 = DeltaQuant(state=QuantSpec.int8(block_v=32))
 def test_two_chunks_forward_and_backward(capability, quant, tokens, monkeypatch):
     monkeypatch.setattr(kernel_checks, "poisoned_run", EmulatedRun(capability))
     inputs = kernel_oracle.make_inputs(3, kda=False, b=1, t=tokens, h=1, hv=1, dk=64, dv=64)
-    pairs = kernel_checks.run_both(inputs, quant, torch.bfloat16, hardware_fp8=capability >= 89, tuning=Tuning())
+    pairs = kernel_checks.run_both(
+        inputs, quant, torch.bfloat16, hardware_fp8=converts_to_e4m3(capability), tuning=Tuning()
+    )
     kernel_checks.check(pairs, torch.bfloat16)

@@ -96,7 +96,7 @@ def chunks(run, device: str, name: str) -> None:
 def decoding_calls(device: str):
     """(tokens, kept state, options) of five tokens of two sequences: GDN with E4M3 tiles, KDA with INT8 rows."""
     import kernel_oracle as oracle
-    import torch
+    from kernel_checks import hardware_fp8
     from recurrent_oracle import entering_state
 
     from jlaqat.kernels import recurrent_pipeline as pipeline
@@ -106,8 +106,7 @@ def decoding_calls(device: str):
         inputs = oracle.make_inputs(3, b=2, t=5, h=1, hv=2, dk=128, dv=128, kda=kda)
         q, k, v, g, beta, state = (x.float().to(device) for x in inputs)
         tokens = pipeline.Tokens(q.bfloat16(), k.bfloat16(), v.bfloat16(), g, beta.bfloat16())
-        hardware = device == "cuda" and torch.cuda.get_device_capability() >= (8, 9)
-        options = pipeline.Options(scale=0.1, state=spec, hardware_fp8=hardware)
+        options = pipeline.Options(scale=0.1, state=spec, hardware_fp8=device == "cuda" and hardware_fp8())
         yield tokens, entering_state(state, options), options
 
 

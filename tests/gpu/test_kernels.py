@@ -3,7 +3,7 @@
 import kernel_oracle as oracle
 import pytest
 import torch
-from kernel_checks import cast, check, check_x_in_p, run_both, run_kernels
+from kernel_checks import cast, check, check_x_in_p, hardware_fp8, run_both, run_kernels
 
 from jlaqat.kernels.call import Options
 from jlaqat.kernels.tuning import Tuning, choose
@@ -12,7 +12,7 @@ from jlaqat.spec import DeltaQuant, QuantSpec
 # The first product of a backward thread, in the reference: PyTorch warns that it makes the context itself.
 pytestmark = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
 DEVICE = "cuda"
-HARDWARE = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+HARDWARE = hardware_fp8()
 PLAIN = DeltaQuant()
 FP8 = DeltaQuant(state=QuantSpec.fp8(), w=QuantSpec.fp8())
 STATE = DeltaQuant(state=QuantSpec.fp8())

@@ -6,6 +6,7 @@ import kernel_oracle as oracle
 import numpy as np
 import pytest
 import torch
+from kernel_checks import hardware_fp8
 from recurrent_oracle import SPECS, at_slot, check_call, entering_state, step_by_step
 
 import jlaqat
@@ -14,7 +15,7 @@ from jlaqat.kernels import recurrent_pipeline as pipeline
 from jlaqat.testing import assert_close, make_inputs
 from jlaqat.torch_bridge.run import poisoned_run
 
-HARDWARE = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+HARDWARE = hardware_fp8()
 
 
 def tokens_of(kda, dtype=torch.bfloat16, **sizes):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import replay_oracle as oracle
 import torch
+from kernel_checks import hardware_fp8
 from recurrent_oracle import SPECS, entering_state
 
 import jlaqat
@@ -20,7 +21,7 @@ from jlaqat.kernels.replay_pipeline import Tokens
 from jlaqat.testing import assert_close, make_inputs
 from jlaqat.torch_bridge.run import poisoned_run
 
-HARDWARE = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+HARDWARE = hardware_fp8()
 
 
 @pytest.fixture(autouse=True)

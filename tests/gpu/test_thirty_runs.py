@@ -6,7 +6,7 @@ import kernel_oracle as oracle
 import numpy as np
 import pytest
 import torch
-from kernel_checks import cast, run_kernels
+from kernel_checks import cast, hardware_fp8, run_kernels
 from recurrent_oracle import entering_state
 
 import jlaqat
@@ -17,7 +17,7 @@ from jlaqat.testing import make_inputs
 from jlaqat.torch_bridge.run import poisoned_run
 
 RUNS = 30
-HARDWARE = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+HARDWARE = hardware_fp8()
 QUANTS = {"plain": DeltaQuant(), "fp8": DeltaQuant(state=QuantSpec.fp8(), w=QuantSpec.fp8())}
 # With enough heads to fill the GPU several times over, and with one long sequence of few.
 SIZES = {"many": dict(b=8, t=512, h=16, hv=16), "few": dict(b=1, t=4096, h=2, hv=4)}
