@@ -178,7 +178,7 @@ def _draw_scores(axis: Any, record: dict[str, Any]) -> None:
     if record["score"]["name"] == "mse":
         axis.set_yscale("log")
     axis.set_title(f"{record['config']['data']['task']}, {len(record['seeds'])} seeds", fontsize=10)
-    axis.legend(fontsize=8, frameon=False)
+    axis.legend(fontsize=8, frameon=False, loc="upper right")
 
 
 def _draw_curves(axis: Any, record: dict[str, Any], setting: dict[str, Any]) -> None:
@@ -189,7 +189,7 @@ def _draw_curves(axis: Any, record: dict[str, Any], setting: dict[str, Any]) -> 
     axis.set_xlabel("token")
     axis.set_ylabel("held-out loss")
     axis.set_title(setting["title"], fontsize=10)
-    axis.legend(fontsize=8, frameon=False)
+    axis.legend(fontsize=8, frameon=False, loc="upper right")
 
 
 def _draw_grid(plt: Any, record: dict[str, Any]) -> Any:
@@ -218,7 +218,7 @@ def _draw_grid(plt: Any, record: dict[str, Any]) -> Any:
         axis.set_xlabel("tokens between two roundings", fontsize=8)
     if record["score"]["name"] == "mse":
         axes[0, 0].set_yscale("log")
-    axes[0, 0].legend(fontsize=7, frameon=False)
+    axes[0, 0].legend(fontsize=7, frameon=False, loc="upper right")
     figure.supylabel(f"held-out {score_title(record)}", fontsize=9)
     name = record["config"]["data"]["task"]
     figure.suptitle(f"{name}: mean of {len(record['seeds'])} seeds, and each seed's dot", fontsize=10)

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from jlaqat.kernels import aot, call, pipeline
 from jlaqat.kernels.aot import CompileRun, FakeArray, compile_pipeline
-from jlaqat.kernels.call import SHARED_MEMORY, Inputs, Options, UnsupportedByKernels, options_for
+from jlaqat.kernels.call import SHARED_MEMORY, Inputs, Options, UnsupportedByKernels, options_for, triton_version
 from jlaqat.kernels.chunk_output import group_sum_kernel
 from jlaqat.kernels.launch import UNUSED, Buffer, Launch
 from jlaqat.kernels.tuning import Knobs, Tuning, choose
@@ -105,9 +105,10 @@ def test_tuned_variants_spill_little_on_sm90(gate):
     assert all(kernel.stack <= budget for kernel in report), [(k.name, k.stack) for k in report]
 
 
-def test_hardware_e4m3_does_not_exist_below_sm89():
-    """Options pick the arithmetic path there; asking for the hardware one is a compile error, not a wrong number."""
-    assert not options_for(80, scale=1.0).hardware_fp8 and options_for(89, scale=1.0).hardware_fp8
+def test_hardware_e4m3_serves_where_it_exists_and_rounds_once():
+    """Below SM89 asking for it is a compile error, not a wrong number; on SM89 Triton before 3.9 rounds twice."""
+    hardware = {capability: options_for(capability, scale=1.0).hardware_fp8 for capability in (80, 89, 90, 100, 120)}
+    assert hardware == {80: False, 89: triton_version() >= (3, 9), 90: True, 100: True, 120: True}
 
 
 def test_launch_names_are_checked():

@@ -19,7 +19,7 @@ from ptx_emulator import run_program
 from ptx_kernel import Kernel
 from ptx_memory import Memory
 
-from jlaqat.kernels.call import triton_version
+from jlaqat.kernels.call import converts_to_e4m3
 from jlaqat.kernels.launch import Buffer, Launch
 from jlaqat.kernels.rounding import _reciprocal, compute_scale, encode, round_code
 
@@ -76,11 +76,7 @@ def conversions_kernel(p_x, p_byte, p_e4m3, p_bfloat16, p_float16, p_int8, BLOCK
     tl.store(p_int8 + i, (tl.load(p_byte + i) + 1).to(tl.int8, bitcast=True).to(tl.float32))
 
 
-# Before 3.9 Triton has it go through float16, truncated, on SM89: what lies just above a tie becomes the tie.
-TRUNCATED_FIRST = pytest.mark.skipif(triton_version() < (3, 9), reason="float32 to E4M3 rounds twice on SM89")
-
-
-@pytest.mark.parametrize("capability", [pytest.param(89, marks=TRUNCATED_FIRST), 90, 100, 120])
+@pytest.mark.parametrize("capability", [c for c in (89, 90, 100, 120) if converts_to_e4m3(c)])
 def test_conversions_round_to_nearest(capability):
     codes = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     ties = (codes[1:] + codes[:-1]) / 2
