@@ -46,7 +46,7 @@ def delta_rule(
         beforehand.
       v: [B, T, HV, V] in the same dtype; HV a multiple of H, and value head hv reads key head hv // (HV/H).
       g: log decay, natural log, ≤ 0, float32. [B, T, HV]: one gate a value head (GDN);
-        [B, T, HV, K]: one a key channel (KDA). Below -88 it counts as -88, so -1e9 or -inf resets a state.
+        [B, T, HV, K]: one a key channel (KDA). Below -88 it counts as -88: -1e9 or -inf leave 6e-39 of a state.
       beta: [B, T, HV] write strength in (0, 1), or (0, 2).
       scale: of q; a Python number, K^−½ unless given.
       initial_state: [N, HV, K, V], zeros unless given; N sequences: B, or len(cu_seqlens) − 1.

@@ -14,7 +14,8 @@ CHUNK_SIZE = 64
 """Tokens in a chunk: the distance between two state roundings of the chunked kernels."""
 
 MIN_LOG_DECAY = -88.0
-"""Log decays below count as this: e^-88 is 0 in float32, and a sum that held -1e9 would have no digits for the rest."""
+"""Log decays below count as this: e^-88 = 6e-39 is less than a normal float32, nothing beside what a token writes, and
+a sum that held -1e9 would have no digits for the rest."""
 
 BLOCK_V_CHOICES = (16, 32, 64, 128)
 

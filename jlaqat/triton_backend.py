@@ -28,10 +28,10 @@ def why_not(inputs: Inputs, quant: DeltaQuant, compute_capability: int | None = 
     reason = cannot_run(compute_capability)
     if reason is not None:
         return reason
-    if compute_capability >= 100 and quant.state is not None and _triton_version() < (3, 9):
-        return "Triton before 3.9 cannot compile the rounded state scan for SM100 and newer (pip install 'triton>=3.9')"
-    from jlaqat.kernels.call import Call, UnsupportedByKernels
+    from jlaqat.kernels.call import Call, UnsupportedByKernels, triton_version
 
+    if compute_capability >= 100 and quant.state is not None and triton_version() < (3, 9):
+        return "Triton before 3.9 cannot compile the rounded state scan for SM100 and newer (pip install 'triton>=3.9')"
     # How many sequences there are depends on cu_seqlens, and nothing that is asked here depends on it.
     operands = inputs._replace(initial_state=None)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), operands)
@@ -40,13 +40,6 @@ def why_not(inputs: Inputs, quant: DeltaQuant, compute_capability: int | None = 
     except UnsupportedByKernels as refusal:
         return str(refusal)
     return None
-
-
-def _triton_version() -> tuple[int, int]:
-    import triton
-
-    major, minor = triton.__version__.split(".")[:2]
-    return int(major), int(minor)
 
 
 def delta_rule_triton(
