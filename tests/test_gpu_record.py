@@ -50,6 +50,12 @@ def test_what_passed_is_not_run_again_and_failures_say_why(tmp_path):
     again = run(tmp_path)
     assert "1 failed, 1 skipped, 3 deselected" in again
 
-    other = [row | {"sources": "of other code"} for row in rows(tmp_path)]
+    with (tmp_path / "record.jsonl").open("a") as f:
+        f.write('{"test": "cut off by')  # as a run that is killed leaves it
+    assert "1 failed, 1 skipped, 3 deselected" in run(tmp_path)
+    assert "1 failed, 1 skipped, 3 deselected" in run(tmp_path)
+    whole = [line for line in (tmp_path / "record.jsonl").read_text().splitlines() if "cut off by" not in line]
+
+    other = [row | {"sources": "of other code"} for row in map(json.loads, whole)]
     (tmp_path / "record.jsonl").write_text("".join(json.dumps(row) + "\n" for row in other))
     assert "1 failed, 3 passed, 1 skipped" in run(tmp_path)

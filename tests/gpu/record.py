@@ -7,6 +7,7 @@ that a run killed at its limit loses only the tests in flight; failures are also
 the code that a test may run (jlaqat, kernels, torch_bridge and the tests).
 """
 
+import contextlib
 import datetime
 import hashlib
 import json
@@ -35,10 +36,17 @@ class Record:
 
     def passed(self):
         """Names of the tests that passed on these sources."""
-        lines = self.path.read_text().splitlines() if self.path.exists() else []
-        rows = [json.loads(line) for line in lines]
+        rows = []
+        for line in self.path.read_text().splitlines() if self.path.exists() else []:
+            with contextlib.suppress(ValueError):  # a line that a killed run left half written: its test runs again
+                rows.append(json.loads(line))
         last = {row["test"]: row["outcome"] for row in rows if row["sources"] == self.sources}
         return {test for test, outcome in last.items() if outcome == "passed"}
+
+    def _cut_off(self):
+        """Whether the file ends in the middle of a line."""
+        text = self.path.read_bytes() if self.path.exists() else b""
+        return bool(text) and not text.endswith(b"\n")
 
     def pytest_collection_modifyitems(self, config, items):
         passed = self.passed()
@@ -62,4 +70,4 @@ class Record:
             row["failure"] = str(report.longrepr)[-4000:]
             print(f"\nFAILED {report.nodeid}\n{row['failure']}", flush=True)
         with self.path.open("a") as f:
-            f.write(json.dumps(row) + "\n")
+            f.write("\n" * self._cut_off() + json.dumps(row) + "\n")
