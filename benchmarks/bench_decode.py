@@ -9,11 +9,13 @@ than the caches. Training (B8 H16 T512) runs through JAX, 10 calls queued (2 of 
 forward + backward with a state kept every 64 tokens and with every state kept.
 
     python3 benchmarks/bench_decode.py --out … --parts training --training-modes token     # appends to what is there
+    python3 benchmarks/bench_decode.py --without-gpu 90      # compile only, for a GPU machine's cache (without_gpu.py)
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import datetime
 import functools
 import itertools
@@ -34,6 +36,7 @@ from jlaqat.kernels import replay_pipeline
 from jlaqat.kernels.recurrent_pipeline import State, Tokens
 from jlaqat.torch_bridge.run import torch_run
 
+RESULTS = Path(__file__).parent / "results" / "decode_h200.json"
 SPECS = {
     "float32": None,
     "float16": QuantSpec.float16(),
@@ -45,6 +48,7 @@ SPECS = {
 }
 STEPS = 20
 WINDOW = 16  # of replay
+WARPS = [1, 2, 4, 8]  # tried beside the defaults
 GATES = ["gdn", "kda"]
 MODES = ["token", "replay"]  # of training
 
@@ -113,7 +117,7 @@ def kernel_rows(what: str, b: int, t: int, h: int, d: int, backward: bool = Fals
             state, timed = kept_states(spec, b, h, d), []
             fixed = name.split()[1:2] in (["tile"], ["key_row"])
             widths = (None,) if fixed else (16, 32, 64)
-            for warps, width in [(None, None), *itertools.product((1, 2, 4, 8), widths)]:
+            for warps, width in [(None, None), *itertools.product(WARPS, widths)]:
                 options = pipeline.Options(scale=d**-0.5, state=spec, hardware_fp8=True, width=width, warps=warps)
 
                 call = functools.partial(pipeline.forward, torch_run, x, state, options)
@@ -191,7 +195,8 @@ def training_calls(policy: DecodePolicy):
             yield backend, every, "forward + backward"
 
 
-def training_rows(quick: bool):
+def training_rows(quick: bool, capability: int = 0):
+    """capability: compile the kernels for this GPU, which is not there, and time nothing."""
     import jax
     import jax.numpy as jnp
 
@@ -215,8 +220,15 @@ def training_rows(quick: bool):
                 def both(*x, forward=forward):
                     return jax.grad(lambda *x: forward(*x).astype(jnp.float32).sum(), argnums=range(5))(*x)
 
+                function = jax.jit(forward if every is None else both)
+                if capability and backend == "xla":
+                    continue
+                if capability:
+                    with jlaqat.compile_for(capability):
+                        function.trace(*x).lower(lowering_platforms=("cuda",))
+                    continue
                 began = time.perf_counter()
-                compiled = jax.jit(forward if every is None else both).lower(*x).compile()
+                compiled = function.lower(*x).compile()
                 compile_s = time.perf_counter() - began
                 jax.block_until_ready(compiled(*x))
                 count, times = 10 if backend == "triton" else 2, []
@@ -239,15 +251,41 @@ def training_rows(quick: bool):
                 )
 
 
+def compile_only(capability: int, parts: list[str], quick: bool) -> None:
+    """What the parts launch on the triton backend, FLA's kernels too, for a GPU that is not there."""
+    import without_gpu
+
+    global milliseconds, queued_milliseconds
+
+    def launched(call, repeats: int = 1) -> float:
+        call()
+        return 0.0
+
+    without_gpu.pretend(capability)
+    milliseconds = queued_milliseconds = launched
+    for part in parts:
+        rows = training_rows(quick, capability) if part == "training" else PARTS[part](quick)
+        collections.deque(rows, maxlen=0)
+
+
+PARTS = {"step": step_rows, "forward": forward_rows, "training": training_rows, "replay": replay_rows}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", required=True)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="JSON file; rows are added to it")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see whether everything runs")
     parser.add_argument("--parts", default="step,replay,forward,training")
     parser.add_argument("--gates", default="gdn,kda")
     parser.add_argument("--training-modes", default="token,replay")
+    parser.add_argument("--defaults", action="store_true", help="default warps and widths alone, no others beside them")
+    parser.add_argument("--without-gpu", type=int, default=0, metavar="90", help="compile only, for this GPU")
     args = parser.parse_args()
     GATES[:], MODES[:] = args.gates.split(","), args.training_modes.split(",")
+    if args.defaults:
+        WARPS.clear()
+    if args.without_gpu:
+        return compile_only(args.without_gpu, args.parts.split(","), args.quick)
     import triton
 
     about = {
@@ -256,10 +294,9 @@ def main() -> None:
         "torch": torch.__version__,
         "triton": triton.__version__,
     }
-    parts = {"step": step_rows, "forward": forward_rows, "training": training_rows, "replay": replay_rows}
-    found = json.loads(Path(args.out).read_text()) if Path(args.out).exists() else []
+    found = json.loads(args.out.read_text()) if args.out.exists() else []
     for part in args.parts.split(","):
-        for row in parts[part](args.quick):
+        for row in PARTS[part](args.quick):
             print(*(f"{k}={round(v, 4) if isinstance(v, float) else v}" for k, v in row.items()), flush=True)
             found.append(row | about)
             with open(args.out, "w") as f:  # after each row: a run that is cut short keeps what it measured
