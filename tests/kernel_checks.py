@@ -17,6 +17,8 @@ FORWARD = {torch.float32: 1e-5, torch.float16: 0.005, torch.bfloat16: 0.005}
 GRADIENT = {torch.float32: 1e-4, torch.float16: 0.008, torch.bfloat16: 0.008}
 GATE_GRADIENT = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.02}
 BOUNDS = {"o": FORWARD, "final_state": FORWARD, "dg": GATE_GRADIENT, "dbeta": GATE_GRADIENT}
+# bfloat16 with beta above 1; what is not named keeps its bound.
+STRONG_WRITES = {"o": 0.01, "final_state": 0.01, "dq": 0.015, "dk": 0.015, "dv": 0.015}
 
 
 def hardware_fp8():
@@ -112,10 +114,17 @@ def check_x_in_p(given, options):
     return kept
 
 
-def check(pairs, dtype, factor=1.0):
-    """Every error ratio within `factor` times the contract's bound; NaN fails."""
+def bound_of(name, dtype, strong_writes=False):
+    """strong_writes: whether beta goes above 1."""
+    if strong_writes and dtype == torch.bfloat16 and name in STRONG_WRITES:
+        return STRONG_WRITES[name]
+    return BOUNDS.get(name, GRADIENT)[dtype]
+
+
+def check(pairs, dtype, *, strong_writes=False):
+    """Every error ratio within the contract's bound; NaN fails."""
     ratios = {name: oracle.error_ratio(*pair) for name, pair in pairs.items()}
-    limits = {name: factor * BOUNDS.get(name, GRADIENT)[dtype] for name in ratios}
+    limits = {name: bound_of(name, dtype, strong_writes) for name in ratios}
     bad = {name: (ratios[name], limits[name]) for name in ratios if not ratios[name] <= limits[name]}
     assert not bad, f"error ratio, bound: {bad}; all: {ratios}"
     return ratios

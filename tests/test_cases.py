@@ -182,9 +182,10 @@ def test_case_16_16_bit_types_and_transposed_inputs():
     x = make_inputs(16, dtype=np.float16, correlation=0.5, max_beta=2.0, **SMALL)
     x["v"] = np.asfortranarray(x["v"])
     (results, gradients), wanted = run(x, "xla")
-    assert_close(results[0], wanted[0], 0.01)
+    for got, exact in zip(results, wanted[:2], strict=True):
+        assert_close(got, exact, 0.005)
     for name in GRADIENTS:
-        assert_close(gradients[name], wanted[2][name], 0.02 if name in ("g", "beta") else 0.015, f"d{name}")
+        assert_close(gradients[name], wanted[2][name], 0.02 if name in ("g", "beta") else 0.008, f"d{name}")
     turned = {n: jnp.swapaxes(jnp.asarray(a), 1, 2) for n, a in x.items() if n != "initial_state"}
 
     @jax.jit
@@ -192,7 +193,7 @@ def test_case_16_16_bit_types_and_transposed_inputs():
         rows = {name: jnp.swapaxes(a, 1, 2) for name, a in turned.items()}
         return jlaqat.delta_rule(**rows, initial_state=initial_state)
 
-    assert_close(from_heads_first(turned, x["initial_state"])[0], wanted[0], 0.01)
+    assert_close(from_heads_first(turned, x["initial_state"])[0], wanted[0], 0.005)
 
 
 @pytest.mark.parametrize("backend", [*BACKENDS, "step"])

@@ -21,42 +21,45 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 SIZES = dict(b=2, t=300, h=2, hv=2, dk=128, dv=128)
 
-# name: (sizes, gate is KDA, quant, dtype, bound factor)
+# name: (sizes, gate is KDA, quant, dtype)
 CASES = {
-    "gdn-plain": ({}, False, PLAIN, BF16, 1),
-    "gdn-fp8": ({}, False, FP8, BF16, 1),
-    "gdn-int8": ({}, False, INT8, BF16, 1),
-    "kda-plain": ({}, True, PLAIN, BF16, 1),
-    "kda-fp8": ({}, True, FP8, BF16, 1),
-    "kda-int8": ({}, True, INT8, BF16, 1),
-    "gdn-float32": (dict(t=130), False, STATE, FP32, 1),
-    "kda-float32": (dict(t=130), True, STATE, FP32, 1),
-    "gdn-float16": ({}, False, STATE, FP16, 1),
-    "gdn-grouped-d64": (dict(hv=4, dk=64, dv=64), False, FP8, BF16, 1),
-    "kda-grouped-d64": (dict(hv=4, dk=64, dv=64), True, FP8, BF16, 1),
-    "gdn-k100-v64": (dict(dk=100, dv=64), False, FP8, BF16, 1),
-    "kda-k60-v100": (dict(dk=60, dv=100), True, STATE, BF16, 1),
-    "gdn-k256-v256": (dict(b=1, dk=256, dv=256), False, STATE, BF16, 1),
-    "kda-k256-v128": (dict(b=1, dk=256, dv=128), True, STATE, BF16, 1),
-    "gdn-v512": (dict(b=1, dv=512), False, STATE, BF16, 1),
-    "gdn-block16": ({}, False, DeltaQuant(state=QuantSpec.fp8(block_v=16)), BF16, 1),
-    "gdn-block128": ({}, False, DeltaQuant(state=QuantSpec.fp8(block_v=128)), BF16, 1),
-    "gdn-no-decay": (dict(g_mean=0.0), False, STATE, BF16, 1),
-    "kda-strong-decay": (dict(g_mean=-5.0, t=192), True, FP8, BF16, 1),
-    "kda-some-decay": (dict(g_mean=-0.5), True, FP8, BF16, 1),
-    "kda-decay-to-nothing": (dict(g_mean=-1e4, t=100), True, PLAIN, BF16, None),
-    "gdn-beta2": (dict(beta_max=2.0), False, PLAIN, BF16, 2),
+    "gdn-plain": ({}, False, PLAIN, BF16),
+    "gdn-fp8": ({}, False, FP8, BF16),
+    "gdn-int8": ({}, False, INT8, BF16),
+    "kda-plain": ({}, True, PLAIN, BF16),
+    "kda-fp8": ({}, True, FP8, BF16),
+    "kda-int8": ({}, True, INT8, BF16),
+    "gdn-float32": (dict(t=130), False, STATE, FP32),
+    "kda-float32": (dict(t=130), True, STATE, FP32),
+    "gdn-float16": ({}, False, STATE, FP16),
+    "gdn-grouped-d64": (dict(hv=4, dk=64, dv=64), False, FP8, BF16),
+    "kda-grouped-d64": (dict(hv=4, dk=64, dv=64), True, FP8, BF16),
+    "gdn-k100-v64": (dict(dk=100, dv=64), False, FP8, BF16),
+    "kda-k60-v100": (dict(dk=60, dv=100), True, STATE, BF16),
+    "gdn-k256-v256": (dict(b=1, dk=256, dv=256), False, STATE, BF16),
+    "kda-k256-v128": (dict(b=1, dk=256, dv=128), True, STATE, BF16),
+    "gdn-v512": (dict(b=1, dv=512), False, STATE, BF16),
+    "gdn-block16": ({}, False, DeltaQuant(state=QuantSpec.fp8(block_v=16)), BF16),
+    "gdn-block128": ({}, False, DeltaQuant(state=QuantSpec.fp8(block_v=128)), BF16),
+    "gdn-no-decay": (dict(g_mean=0.0), False, STATE, BF16),
+    "kda-strong-decay": (dict(g_mean=-5.0, t=192), True, FP8, BF16),
+    "kda-some-decay": (dict(g_mean=-0.5), True, FP8, BF16),
+    "kda-decay-to-nothing": (dict(g_mean=-1e4, t=100), True, PLAIN, BF16),
+    "gdn-beta2": (dict(beta_max=2.0), False, PLAIN, BF16),
+    "kda-beta2": (dict(beta_max=2.0), True, PLAIN, BF16),
+    "gdn-beta2-float16": (dict(beta_max=2.0), False, PLAIN, FP16),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_within_the_contract_s_bounds(name):
-    changes, kda, quant, dtype, factor = CASES[name]
+    changes, kda, quant, dtype = CASES[name]
     inputs = oracle.make_inputs(1, **(SIZES | changes), kda=kda, device=DEVICE)
     pairs = run_both(inputs, quant, dtype, hardware_fp8=HARDWARE)
-    if factor is None:  # gradients of gates and of the initial state are rounding of nothing
-        pairs, factor = {x: pairs[x] for x in ("o", "dq", "dk", "dv", "dbeta")}, 1
-    print(name, {key: f"{value:.1e}" for key, value in check(pairs, dtype, factor).items()})
+    if name == "kda-decay-to-nothing":  # gradients of gates and of the initial state are rounding of nothing
+        pairs = {x: pairs[x] for x in ("o", "dq", "dk", "dv", "dbeta")}
+    ratios = check(pairs, dtype, strong_writes=changes.get("beta_max", 1) > 1)
+    print(name, {key: f"{value:.1e}" for key, value in ratios.items()})
 
 
 @pytest.mark.parametrize("kda", [False, True], ids=["gdn", "kda"])
@@ -110,7 +113,7 @@ X_IN_P = ["gdn-plain", "gdn-fp8", "gdn-int8", "gdn-float32", "gdn-grouped-d64", 
 
 @pytest.mark.parametrize("name", X_IN_P)
 def test_x_where_p_is_zero_changes_no_bit(name):
-    changes, kda, quant, dtype, _ = CASES[name]
+    changes, kda, quant, dtype = CASES[name]
     given = cast(oracle.make_inputs(7, **(SIZES | changes), kda=kda, device=DEVICE), dtype)
     tuning = choose(90, "gdn", quant.state is not None, "few")
     check_x_in_p(given, Options(scale=0.1, quant=quant, hardware_fp8=HARDWARE, tuning=tuning))
