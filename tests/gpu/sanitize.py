@@ -22,7 +22,7 @@ import tempfile
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
-SETTINGS = ("plain", "fp8", "int8", "split", "portable", "hopper")
+SETTINGS = ("plain", "fp8", "int8", "split", "portable", "hopper", "hopperplain")
 X_IN_P = ("gdn-xinp", "gdn-xinphopper")
 RUNS = (*(f"{gate}-{setting}" for gate in ("gdn", "kda") for setting in SETTINGS), *X_IN_P, "decode", "replay")
 PLANTED = "planted"
@@ -40,28 +40,35 @@ def run_here(name: str) -> None:
 
     if name == PLANTED:
         return planted()
-    launched: set[str] = set()
     device = "cuda" if torch.cuda.is_available() else "cpu"  # through the interpreter: to try this script
-
-    def run(launch):
-        launched.add(f"{launch.kernel.fn.__module__.split('.')[-1]}.{launch.name}")
-        return torch_run(launch)
-
-    {"decode": decode, "replay": replay}.get(name, functools.partial(chunks, name=name))(run, device)
+    launched = launch_all(name, torch_run, device)
     if device == "cuda":
         torch.cuda.synchronize()
     print(LAUNCHED + " ".join(sorted(launched)))
+
+
+def launch_all(name: str, run, device: str) -> set[str]:
+    """Names, as module.kernel, of what a run launches through `run`."""
+    launched: set[str] = set()
+
+    def record(launch):
+        launched.add(f"{launch.kernel.fn.__module__.split('.')[-1]}.{launch.name}")
+        return run(launch)
+
+    {"decode": decode, "replay": replay}.get(name, functools.partial(chunks, name=name))(record, device)
+    return launched
 
 
 def chunks(run, device: str, name: str) -> None:
     """Forward and backward over three chunks, the last one short.
 
     Settings: plain and fp8 (state and w) as users have them; int8 packed, with an empty sequence and rows past the end;
-    split: states not saved, outputs in a kernel of their own; portable: no kernel for SM90; hopper: all of those; xinp
-    and xinphopper: portable and hopper with X where P is zero.
+    split: states not saved, outputs in a kernel of their own; portable: no kernel for SM90; hopper and hopperplain: all
+    of those that take such a state; xinp and xinphopper: portable and hopper with X where P is zero.
     """
     import kernel_oracle as oracle
     import torch
+    import triton
     from kernel_checks import cast
 
     from jlaqat.kernels import pipeline
@@ -71,17 +78,19 @@ def chunks(run, device: str, name: str) -> None:
 
     gate, setting = name.split("-")
     fp8 = DeltaQuant(state=QuantSpec.fp8(), w=QuantSpec.fp8())
-    quant = {"plain": DeltaQuant(), "int8": DeltaQuant(state=QuantSpec.int8(block_v=32))}.get(setting, fp8)
+    plain, int8 = DeltaQuant(), DeltaQuant(state=QuantSpec.int8(block_v=32))
+    quant = {"plain": plain, "hopperplain": plain, "int8": int8}.get(setting, fp8)
     for_sm90 = dict(hopper_state=Knobs(4, 3), hopper_reverse=Knobs(4, 3), hopper_chunk=Knobs(8, 2, registers=128))
     more = {
         "split": dict(save_states=False, tuning=Tuning(split_output=True)),
         "hopper": dict(tuning=Tuning(**for_sm90)),
+        "hopperplain": dict(tuning=Tuning(**for_sm90)),
         "xinp": dict(tuning=Tuning(x_in_p=True)),
         "xinphopper": dict(tuning=Tuning(**for_sm90, x_in_p=True)),
     }
     major, minor = torch.cuda.get_device_capability() if device == "cuda" else (9, 0)
     options = options_for(10 * major + minor, scale=0.1, quant=quant, **more.get(setting, {}))
-    if setting in ("portable", "xinp") or device == "cpu":
+    if setting in ("portable", "xinp") or triton.knobs.runtime.interpret:  # Gluon's have no interpreter
         options = dataclasses.replace(options, hopper=False)
     packed = setting == "int8"
     lengths = torch.tensor([0, 70, 70, 150], dtype=torch.int32, device=device) if packed else None
@@ -110,8 +119,17 @@ def decoding_calls(device: str):
         yield tokens, entering_state(state, options), options
 
 
+def drawn(tokens, state, options):
+    """(state, options, counters): the same call with error feedback, its roundings stochastic."""
+    import replay_oracle as oracle
+
+    spec = dataclasses.replace(options.state, rounding="stochastic", seed=3)
+    counters = oracle.make_counters(tokens, len(state.values))
+    return oracle.with_lost(state), dataclasses.replace(options, state=spec), counters
+
+
 def decode(run, device: str) -> None:
-    """The recurrence, forward and backward."""
+    """The recurrence, forward and backward; and a segment, two sequences in a row, with gradients put in place."""
     import torch
 
     from jlaqat.kernels import recurrent_pipeline as pipeline
@@ -121,20 +139,36 @@ def decode(run, device: str) -> None:
         do, d_leaving = torch.ones_like(out.o), torch.ones(state.values.shape, device=device)
         pipeline.backward(run, tokens, state, out.saved, do, d_leaving, options)
 
+        one_row = pipeline.Tokens(*(x[:1].contiguous() for x in tokens))
+        first, count = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 2], [1, 3]))
+        segment = {"bounds": pipeline.Bounds(first, count), "most": 3}
+        state, options, counters = drawn(one_row, state, options)
+        out = pipeline.forward(run, one_row, state, options, counters=counters, stride=1, **segment)
+        into = pipeline.Gradients(*(torch.zeros(x.shape, device=device) for x in one_row), None)
+        do = torch.ones_like(one_row.v)
+        pipeline.backward(run, one_row, state, out.saved, do, d_leaving, options, into=into, **segment)
+
 
 def replay(run, device: str) -> None:
-    """Decoding by replay: many tokens forward and backward, and the same ones step by step."""
+    """Decoding by replay: many tokens forward and backward, and the same ones step by step; then with a coded ring."""
+    import replay_oracle as oracle
     import torch
-    from replay_oracle import make_ring, step_by_step
 
+    from jlaqat.kernels import recurrent_pipeline
     from jlaqat.kernels import replay_pipeline as pipeline
 
-    for tokens, state, options in decoding_calls(device):
-        ring = make_ring(tokens, 3, [1, 2], torch.bfloat16)
-        out = pipeline.forward(run, tokens, state, ring, options, save=True)
+    def check(tokens, state, ring, options, counters=None):
+        out = pipeline.forward(run, tokens, state, ring, options, counters=counters, save=True)
         do, d_leaving = torch.ones_like(out.o), torch.ones(state.values.shape, device=device)
         pipeline.backward(run, tokens, state, ring, out, do, d_leaving, options)
-        step_by_step(tokens, state, ring, options, run)
+        oracle.step_by_step(tokens, state, ring, options, run, counters)
+
+    for tokens, state, options in decoding_calls(device):
+        check(tokens, state, oracle.make_ring(tokens, 3, [1, 2], torch.bfloat16), options)
+        width = recurrent_pipeline.Call(tokens, options).width
+        tokens = oracle.with_key_codes(pipeline.Tokens(*tokens))
+        state, options, counters = drawn(tokens, state, options)
+        check(tokens, state, oracle.make_ring(tokens, 3, [1, 2], oracle.CODED, width), options, counters)
 
 
 def planted() -> None:
