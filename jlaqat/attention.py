@@ -100,13 +100,13 @@ class Attention(SequenceModule):
     def extend(self, x: Array, cache: KVCache, layout: TokenLayout) -> tuple[Array, KVCache]:
         """`decode` with the layout worked out. A sequence that outgrows its cache gives NaN from there on: traced
         lengths cannot raise, and wrong numbers must not pass for right ones."""
-        batch, length = x.shape[:2]
+        length = x.shape[1]
         positions = cache.length[:, None] + jnp.arange(length, dtype=jnp.int32)[None]  # [B, T]
         q, k, v = self._project(x, positions)
-        # Padding is written too, past the new length: unread until real tokens take its place.
-        rows = jnp.arange(batch, dtype=jnp.int32)[:, None]
-        k_all = cache.k.at[rows, positions].set(k.astype(cache.k.dtype), mode="drop")
-        v_all = cache.v.at[rows, positions].set(v.astype(cache.v.dtype), mode="drop")
+        # Padding is written too, past the new length: unread until real tokens take its place. Mapped over sequences,
+        # which on a mesh are written where they lie.
+        write = jax.vmap(lambda kept, at, new: kept.at[at].set(new.astype(kept.dtype), mode="drop"))
+        k_all, v_all = write(cache.k, positions, k), write(cache.v, positions, v)
         slots = jnp.arange(cache.k.shape[1], dtype=jnp.int32)
         mask = (slots <= positions[..., None])[:, None]  # [B, 1, T, max_length]
         y = self._output(jax.nn.dot_product_attention(q, k_all, v_all, mask=mask))

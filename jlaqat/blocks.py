@@ -267,9 +267,9 @@ class ShortConvolution(nnx.Module):
 
     def __call__(self, x: Array, layout: TokenLayout) -> Array:
         """x [B, T, dim] → [B, T, dim]; never reads across a packed sequence's start."""
-        tail = jnp.zeros((x.shape[0], self.size - 1, x.shape[2]), x.dtype)
-        packed = layout.segments is not None
-        return self._convolve(jnp.concatenate([tail, x], axis=1), layout.positions if packed else None)
+        # Padded, not concatenated with zeros: on a mesh of explicit axes those would not be cut as x is.
+        extended = jnp.pad(x, ((0, 0), (self.size - 1, 0), (0, 0)))
+        return self._convolve(extended, None if layout.segments is None else layout.positions)
 
     def extend(self, x: Array, tail: Array, layout: TokenLayout) -> tuple[Array, Array]:
         """x [B, T, dim] after `tail` [B, size - 1, dim], the inputs before it → (y, the new tail)."""

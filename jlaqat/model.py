@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jlaqat.attention import Attention, KVCache
 from jlaqat.blocks import RMSNorm, SequenceModule, SwiGLU, TokenLayout, linear
@@ -213,6 +214,10 @@ class DecoderLM(SequenceModule):
 
     Called on int tokens [B, T] (or float [B, T, input_size]) it gives float32 [B, T, vocab_size or output_size]; with
     cu_seqlens or mask as `SequenceModule.__call__` says, which lists errors; `decode` goes on token by token.
+
+    On a mesh of explicit axes (`jax.set_mesh`) inputs, masks and caches may be cut along the batch; logits are cut as the
+    inputs are. Parameters must be whole where they are used: give those that are cut to `jax.sharding.reshard` inside
+    the function that is differentiated, and their gradients come back cut.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
@@ -235,7 +240,7 @@ class DecoderLM(SequenceModule):
         return tuple(layer.mixer.init_cache(batch, max_length) for layer in self.layers)
 
     def mix(self, inputs: Array, layout: TokenLayout) -> Array:
-        x = self.embed(inputs)
+        x = self._embed(inputs)
         if self.config.scan_layers and not self._observing():
             x = self._scan_layers(x, layout)
         else:
@@ -244,12 +249,19 @@ class DecoderLM(SequenceModule):
         return self._head(x)
 
     def extend(self, inputs: Array, cache: Cache, layout: TokenLayout) -> tuple[Array, Cache]:
-        x = self.embed(inputs)
+        x = self._embed(inputs)
         caches = []
         for layer, layer_cache in zip(self.layers, cache, strict=True):
             x, layer_cache = layer.extend(x, layer_cache, layout)
             caches.append(layer_cache)
         return self._head(x), tuple(caches)
+
+    def _embed(self, inputs: Array) -> Array:
+        """[B, T, hidden_size]. On a mesh of explicit axes it is cut as the tokens are: a gather has to be told."""
+        sharding = jax.typeof(inputs).sharding
+        if isinstance(self.embed, nnx.Embed) and AxisType.Explicit in sharding.mesh.axis_types:
+            return self.embed(inputs, out_sharding=NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec, None)))
+        return self.embed(inputs)
 
     def _apply_layer(self, layer: DecoderLayer, x: Array, layout: TokenLayout) -> Array:
         if not self.config.remat or self._observing():  # statistics are written into the module itself, forward only
