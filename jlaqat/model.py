@@ -215,7 +215,7 @@ class DecoderLM(SequenceModule):
     Called on int tokens [B, T] (or float [B, T, input_size]) it gives float32 [B, T, vocab_size or output_size]; with
     cu_seqlens or mask as `SequenceModule.__call__` says, which lists errors; `decode` goes on token by token.
 
-    On a mesh of explicit axes (`jax.set_mesh`) inputs, masks and caches may be cut along the batch; logits are cut as the
+    On a mesh of explicit axes (`jax.set_mesh`) inputs, masks and caches may be cut along the batch; logits are cut as
     inputs are. Parameters must be whole where they are used: give those that are cut to `jax.sharding.reshard` inside
     the function that is differentiated, and their gradients come back cut.
     """
