@@ -4,10 +4,11 @@
     python3 benchmarks/train_curve.py --runs "xla float32"            # one of them; what the file has of others stays
     python3 benchmarks/train_curve.py --smoke                         # on a CPU: does it run? Kernels are left out
 
-Each run is the command line's own, on the text files in --text (this repository's docs): the same data in the same
-order. Runs of a gate differ in the backend of the recurrence alone (triton, xla; bfloat16), and, for a scale of what a
-difference means, in the activations' dtype (xla, float32) and in the seed of the weights (xla, seed 1). The distance
-between two curves is the mean absolute difference of their losses, smoothed over 20 steps, after the warm-up.
+Each run is the command line's own with the configs train/gdn_1024_fp8 and train/kda_1024_fp8 (12 layers, 1024 wide), at
+half of their length, on the text files in --text (this repository's docs): the same data in the same order. Runs of a
+gate differ in the backend of the recurrence alone (triton, xla; bfloat16), and, for a scale of what a difference means,
+in the activations' dtype (xla, float32) and in the seed of the weights (xla, seed 1). The distance between two curves
+is the mean absolute difference of their losses, smoothed over 20 steps, after the warm-up.
 
 Writes losses and distances to benchmarks/results/train_curve_h200.json and a plot beside it.
 """
@@ -39,19 +40,12 @@ RUNS = {
 REFERENCE = "xla bf16"
 
 
-def overrides(gate: str, run: dict[str, Any], text: str, steps: int, smoke: bool) -> list[str]:
-    size = {"hidden_size": 32, "num_layers": 1, "num_heads": 1, "head_dim": 16, "intermediate_size": 64}
-    if not smoke:
-        size = {"hidden_size": 128, "num_layers": 2, "num_heads": 2, "head_dim": 64, "intermediate_size": 256}
+def overrides(run: dict[str, Any], text: str, steps: int, smoke: bool) -> list[str]:
     values = {
-        **{f"model.{name}": value for name, value in size.items()},
-        "model.pattern": f"[{gate}]",
         "model.backend": run["backend"],
         "model.dtype": run["dtype"],
         "data.paths": f"[{text}]",
-        "data.batch_size": 2 if smoke else 8,
-        "data.seq_len": 70 if smoke else 256,
-        "quant": "state_w_fp8",
+        "data.seq_len": 70 if smoke else 1024,
         "seed": run["seed"],
         "steps": steps,
         "optimizer.warmup_steps": steps // 10,
@@ -59,12 +53,15 @@ def overrides(gate: str, run: dict[str, Any], text: str, steps: int, smoke: bool
         "evaluation": "{every: 0, batches: 4}",
         "checkpoint.every": 0,
     }
+    if smoke:
+        size = {"hidden_size": 32, "num_layers": 1, "num_heads": 1, "head_dim": 16}
+        values |= {f"model.{name}": value for name, value in size.items()} | {"data.batch_size": 2}
     return [f"{name}={value}" for name, value in values.items()]
 
 
 def start(gate: str, run: dict[str, Any], folder: Path, args: argparse.Namespace) -> subprocess.Popen:
-    command = [sys.executable, "-m", "jlaqat.cli", "train", "--config", "train/stdlib_hybrid_fp8"]
-    command += ["--directory", str(folder), *overrides(gate, run, args.text, args.steps, args.smoke)]
+    command = [sys.executable, "-m", "jlaqat.cli", "train", "--config", f"train/{gate}_1024_fp8"]
+    command += ["--directory", str(folder), *overrides(run, args.text, args.steps, args.smoke)]
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     with folder.with_suffix(".log").open("w") as log:
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
