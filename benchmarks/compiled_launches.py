@@ -5,7 +5,7 @@
     JAX_PLATFORMS=cpu python benchmarks/compiled_launches.py --pjrt /tmp/pjrt [--gates gdn,kda]
 
 Lowering shows what was asked for; what runs is decided later (XLA's fusion of a launch with the stacking of its
-results once launched intra_chunk_forward twice). tests/gpu/test_ops_triton.py counts the same on a GPU.
+results once launched intra_chunk_forward twice). tests/gpu/test_triton_backend.py counts the same on a GPU.
 """
 
 from __future__ import annotations

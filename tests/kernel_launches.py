@@ -1,5 +1,8 @@
 """For tests of calls that launch kernels: small calls of the delta rule, and what a program of launches is made of."""
 
+import re
+import zlib
+
 import jax
 import jax.extend
 import jax.numpy as jnp
@@ -22,6 +25,25 @@ def kernel_names(jaxpr) -> list[str]:
             found.append(equation.params["name"].removesuffix("_kernel"))
         for inner in jax.extend.core.jaxprs_in_params(equation.params):
             found += kernel_names(inner)
+    return found
+
+
+def launched(compiled) -> list[str]:
+    """Names of the Triton launches in a compiled program for CUDA, in the order of its text.
+
+    A launch's operand there is jax-triton's description of it, compressed and escaped; the kernel's name ends it.
+    """
+    found = []
+    for escaped in re.findall(r'"triton_kernel_call_ffi".*?opaque = "((?:[^"\\]|\\.)*)"', compiled.as_text()):
+        description = re.sub(
+            rb"\\([0-9A-F]{2}|.)",
+            lambda part: bytes.fromhex(part[1].decode()) if len(part[1]) == 2 else part[1],
+            escaped.encode("latin1"),
+        )
+        name = re.search(rb"(\w+)_kernel$", zlib.decompress(description))
+        assert name, "a launch without a name"
+        found.append(name[1].decode())
+    assert len(found) == compiled.as_text().count('custom_call_target="triton_kernel_call_ffi"')
     return found
 
 

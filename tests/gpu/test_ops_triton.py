@@ -277,30 +277,6 @@ def test_traced_cu_seqlens_that_break_the_rules_give_nan():
         assert jnp.isnan(o).all() and jnp.isnan(final_state).all()
 
 
-def launches(compiled):
-    return compiled.as_text().count('custom_call_target="triton_kernel_call_ffi"')
-
-
-def test_nothing_is_computed_twice_that_was_not_asked_for():
-    """Launches in the optimised program of a scan over layers: forward and backward, and forward again under remat."""
-    x = jax.tree.map(jnp.asarray, inputs(25, T=70))
-
-    def loss(x, body):
-        v, _ = jax.lax.scan(lambda v, _: (body(x | {"v": v})[0], None), x["v"], length=3)
-        return jnp.sum(v.astype(jnp.float32) ** 2)
-
-    def layer(x):
-        return jlaqat.delta_rule(**x, quant=FP8)  # "auto": lowering leaves nothing of the choice
-
-    plain, remat = (jax.jit(jax.grad(functools.partial(loss, body=b))) for b in (layer, jax.checkpoint(layer)))
-    first, second = plain.lower(x).compile(), remat.lower(x).compile()
-    forward = launches(jax.jit(layer).lower(x).compile())
-    assert forward >= 2 and launches(first) > forward and launches(second) == launches(first) + forward
-    assert "conditional" not in first.as_text() + second.as_text()
-    for a, b in zip(jax.tree.leaves(first(x)), jax.tree.leaves(second(x)), strict=True):
-        assert jnp.array_equal(a, b)
-
-
 def test_vmap_and_donation():
     """A mapped call is one larger call, of packed rows a loop; and a donated operand's buffer is taken."""
     x = jax.tree.map(jnp.asarray, inputs(26, T=70))
