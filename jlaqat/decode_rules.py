@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jlaqat.decode_policy import PRESETS, DecodePolicy
-from jlaqat.quant_fields import boolean, known_keys
+from jlaqat.quant_fields import known_keys
 from jlaqat.spec import QuantConfigError, QuantSpec
 
 Fields = tuple[tuple[str, Any], ...]
@@ -73,7 +73,13 @@ def _read(entry: Mapping[str, Any], where: str) -> tuple[str, Fields | None]:
             f"{where}: module_name={pattern!r} must be a glob over module names, such as 'layers.*.mixer'."
         )
     where = f"{where} {pattern!r}"
-    if not boolean("enable", entry.get("enable", True)):
+    enable = entry.get("enable", True)
+    if type(enable) is not bool:
+        raise QuantConfigError(
+            f"{where}: enable={enable!r} must be true or false: false takes the policy away; to give one, write cfg "
+            "and leave enable out."
+        )
+    if not enable:
         if cfg is not None:
             raise QuantConfigError(f"{where}: enable=False takes the policy away, but cfg gives one; keep one of them.")
         return pattern, None

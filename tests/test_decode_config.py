@@ -102,6 +102,10 @@ def test_the_last_rule_that_matches_wins_whole(model):
         ({"module_name": "*", "cfg": {"window": 4}}, "quant_cfg[1] '*': window=4 belongs to mode='replay'"),
         ({"module_name": "*"}, "cfg=None must be the fields of a policy"),
         ({"module_name": "*", "cfg": {}, "enable": False}, "enable=False takes the policy away"),
+        (
+            {"module_name": "*", "cfg": {}, "enable": "no"},
+            "quant_cfg[1] '*': enable='no' must be true or false: false takes the policy away; to give one, write cfg",
+        ),
         ({"module_name": "*", "quantizer_name": "*", "cfg": {}}, "a rule is about modules; write two entries"),
         ({"module_name": "", "cfg": {}}, "must be a glob over module names"),
     ],
