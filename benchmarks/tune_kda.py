@@ -8,11 +8,11 @@ says what strong gates cost. To be read beside docs/kernels.md.
 
 from __future__ import annotations
 
+import argparse
 import collections
 import concurrent.futures
 import json
 import multiprocessing
-import sys
 
 import torch
 import triton
@@ -90,4 +90,6 @@ def main(path: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("path", help="JSON file for the measurements")
+    main(parser.parse_args().path)
