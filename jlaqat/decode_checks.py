@@ -67,11 +67,12 @@ def prepare(q, k, v, g, beta, state, quant, prefix_lengths, lengths, cu_seqlens,
             "quant_arrays.state_amax was given, but a decode policy has dynamic scales; leave it out."
         )
     checks.check_token_axis(quant, q=q, k=k, v=v, g=g, beta=beta)
-    tokens = _tokens(prefix_lengths, lengths, cu_seqlens, count, T)
+    tokens = make_tokens(prefix_lengths, lengths, cu_seqlens, count, T)
     return Inputs(q, k, v, g, beta, initial_state), tokens, arrays, checks.check_scale(scale, K)
 
 
-def _tokens(prefix_lengths: Lengths, lengths: Lengths, cu_seqlens: Any, count: int, T: int) -> Tokens:
+def make_tokens(prefix_lengths: Lengths, lengths: Lengths, cu_seqlens: Any, count: int, T: int) -> Tokens:
+    """Of `count` sequences in rows of T tokens. Raises ValueError for known lengths that do not fit."""
     if lengths is not None and cu_seqlens is not None:
         raise ValueError(
             "lengths and cu_seqlens were both given and may contradict each other; give cu_seqlens for packed "

@@ -35,9 +35,11 @@ def why_not(policy: DecodePolicy, key_dim: int, dtype: Any) -> str | None:
 
     key_dim: K. dtype: of the inputs.
     """
-    reason = cannot_run()
-    if reason is not None:
-        return reason
+    return cannot_run() or not_taken(policy, key_dim, dtype)
+
+
+def not_taken(policy: DecodePolicy, key_dim: int, dtype: Any) -> str | None:
+    """`why_not` on a machine that can run kernels, whichever framework launches them."""
     from jlaqat.kernels import recurrent_pipeline
 
     if dtype == jnp.float64:
