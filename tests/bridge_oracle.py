@@ -10,6 +10,7 @@ import torch
 
 import jlaqat
 from jlaqat import DecodePolicy, QuantArrays, QuantSpec
+from jlaqat.kernels.launch import dtype_name
 from jlaqat.testing import assert_close, make_inputs
 from jlaqat.torch_bridge import DecodeCarry, delta_rule_decode
 
@@ -149,7 +150,7 @@ def assert_equal_bits(tensors, arrays, gradients=0.0):
     for name, tensor in tensors.items():
         array = arrays[name]
         assert tuple(tensor.shape) == tuple(array.shape), name
-        assert str(tensor.dtype).removeprefix("torch.") == array.dtype.name, name
+        assert dtype_name(tensor) == dtype_name(array), name
         if name in ("o", "scale", "residual", *GRADIENTS):
             assert torch.isfinite(tensor.float()).all(), name
         if gradients and name in GRADIENTS:

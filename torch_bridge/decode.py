@@ -163,7 +163,9 @@ def _run(
     operands = Tokens(q, k, v, g, beta)
     carry = state if isinstance(state, DecodeCarry) else None
     if carry is not None:
-        S, carry = None, carry if inplace else _own(carry, policy)
+        S = None
+        if policy.mode == "replay" and T == 1 and not inplace:
+            carry = copied(carry)  # which a step changes
     elif state is None:
         S = torch.zeros((call.count, HV, k.shape[3], V), dtype=torch.float32, device=v.device)
     else:
@@ -184,11 +186,6 @@ def _run(
     if inside is not None:
         o = torch.where(inside[..., None, None], o_prefix, o)
     return o, carry
-
-
-def _own(carry: DecodeCarry, policy: DecodePolicy) -> DecodeCarry:
-    """A carry that may be changed: the caller's stays as it is. Steps of mode "token" write nothing in place."""
-    return copied(carry) if policy.mode == "replay" else carry
 
 
 def _held(S: Tensor, policy: DecodePolicy) -> Tensor:
@@ -311,16 +308,14 @@ class _Decode(torch.autograd.Function):
         if ring is None:
             every = how.every if how.needed else None
             o, after, saved = launches.token_forward(how.options, tokens, state, how.span, how.counters, every)
-            kept, entries = saved or State(None, None), {}
-            ctx.kept = (*tokens, *state, *kept)
+            entries, kept = {}, (*tokens, *state, *(saved or State(None, None)))
         else:
             tokens = ring_tokens(tokens, how.policy)
             out = launches.replay_forward(how.options, tokens, state, ring, how.span, how.counters, how.needed)
             o, after, entries = out.o, out.state, ring_fields(out.ring)
-            ctx.kept = (*tokens, *state, *ring, out.r, out.r_scale, *(out.saved or State(None, None)))
+            kept = (*tokens, *state, *ring, out.r, out.r_scale, *(out.saved or State(None, None)))
         if how.needed:
-            ctx.save_for_backward(*ctx.kept)
-        del ctx.kept
+            ctx.save_for_backward(*kept)
         left = carry_of(how.policy, after, entries, carry.position, carry.cursor)
         results = [left.values, left.scale, left.residual, *(getattr(left, name) for name in RING)]
         differentiable = ring is None and left.values.dtype == torch.float32  # the state itself

@@ -103,8 +103,10 @@ def hand_over(
     """
     n, heads, K, V = S.shape
     position = S.new_zeros(n, dtype=torch.int32) if position is None else position
-    state = State(S, None)
-    if policy.state is not None:
+    if policy.state is None:
+        S = S.detach().contiguous()
+        state = State(S.clone() if policy.mode == "replay" else S, None)  # steps of replay write into it
+    else:
         state = _rounded(policy, options, S if residual is None else S + residual, given, position, arrays)
     length, ring = policy.ring_length, {}
     if policy.mode == "replay":

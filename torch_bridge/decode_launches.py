@@ -140,7 +140,7 @@ def replay_forward(
     """Of a step, which changes state and ring in place, where that is all; otherwise of a forward that may save."""
     if not save and span is None and tokens.q.shape[1] == 1:
         out = replay_pipeline.step(run.torch_run, tokens, state, ring, options, counters=counters)
-        changed = [x for x in (*state, *ring) if x is not None and x is not ring.cursor]
+        changed = [x for x in (*state, *ring) if x is not None and x is not ring.cursor and not x.is_inference()]
         torch.autograd.graph.increment_version(changed)  # a backward that saved them then says so
         return out
     bounds = None if span is None else span.bounds
