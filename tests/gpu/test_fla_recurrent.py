@@ -14,6 +14,7 @@ import jlaqat
 from jlaqat import DecodePolicy
 from jlaqat.spec import DeltaQuant
 from jlaqat.testing import make_inputs
+from jlaqat.torch_bridge import delta_rule_decode as bridge_decode
 
 # Grouped heads, columns that are no power of two, a state that the tokens start from.
 SIZES = dict(B=2, T=70, H=2, HV=4, K=128, V=96)
@@ -47,7 +48,7 @@ def fla(x, gate):
     return {"o": o.cpu(), "final_state": final.cpu()}
 
 
-def ours(x, do):
+def through_jax(x, do):
     def as_jax(a):
         return jnp.asarray(a.float().numpy(), str(a.dtype).removeprefix("torch."))
 
@@ -65,10 +66,18 @@ def ours(x, do):
     return {name: torch.from_numpy(np.array(a.astype(jnp.float32))) for name, a in results.items()}
 
 
+def through_torch(x, do):
+    leaves = {name: a.cuda().requires_grad_() for name, a in x.items()}
+    o, carry = bridge_decode(**leaves, output_final_state=True)
+    gradients = torch.autograd.grad(o, list(leaves.values()), do.cuda())
+    results = {"o": o, "final_state": carry.state()} | {f"d{n}": d for n, d in zip(leaves, gradients, strict=True)}
+    return {name: a.detach().cpu() for name, a in results.items()}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("gate", ["gdn", "kda"])
-def test_both_are_near_float64(gate, dtype):
+def test_all_are_near_float64(gate, dtype):
     x, do = operands(gate, dtype)
     wanted = exact(x, do)
-    for results in (ours(x, do), fla(x, gate)):
+    for results in (through_jax(x, do), through_torch(x, do), fla(x, gate)):
         check({name: (a, wanted[name]) for name, a in results.items()}, dtype)
