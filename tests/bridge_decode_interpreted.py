@@ -236,6 +236,11 @@ REFUSED = {
     "no policy": (dict(quant=QuantSpec.fp8()), QuantConfigError, "give a DecodePolicy"),
     "amax": (dict(quant_arrays=QuantArrays(w_amax=torch.ones(2))), QuantConfigError, "w_amax was given"),
     "arrays": (dict(quant_arrays={"step": 1}), QuantConfigError, "give a QuantArrays"),
+    "rotated": (
+        {"quant": CASES["rotated"].policy(16), "v": torch.zeros(2, 3, 2, 16)},
+        QuantConfigError,
+        "V=16 is no multiple of 32",
+    ),
     "every": (dict(checkpoint_every=0), ValueError, "positive integer"),
     "both": (dict(lengths=[3, 3], cu_seqlens=[0, 3]), ValueError, "were both given|packed sequences need B = 1"),
     "cu_seqlens": (dict(cu_seqlens=torch.tensor([0, 3])), ValueError, "packed sequences need B = 1"),

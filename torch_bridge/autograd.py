@@ -24,6 +24,9 @@ def chunk_delta_rule(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gated DeltaNet (g [B, T, HV]) or Kimi Delta Attention (g [B, T, HV, K]) with rounding inside; differentiable.
 
+    The counterpart of FLA's chunk_gated_delta_rule and chunk_kda, of whose other arguments it has none: q and k come
+    normalised (use_qk_l2norm_in_kernel), and the final state is always returned (output_final_state).
+
     Args:
       q, k: [B, T, H, K], float32, bfloat16 or float16; normalise them beforehand. v: [B, T, HV, V] in the same dtype.
       g: log decay, ≤ 0; taken in float32. beta: [B, T, HV]. scale: of q, K^−½ unless given.

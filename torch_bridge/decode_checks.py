@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ import torch
 import triton
 
 from jlaqat import checks, decode_checks, decode_triton
-from jlaqat.decode_carry import check_carry
+from jlaqat.decode_carry import check_carry, check_rotation
 from jlaqat.decode_policy import DecodePolicy
 from jlaqat.decode_replay_triton import replay_options
 from jlaqat.decode_triton import options_of
@@ -81,6 +82,7 @@ def prepare(
         checks.check_cu_seqlens(cu, described["k"])
         cu = cu.astype(np.int32)
     count = B if cu is None else len(cu) - 1
+    check_rotation(policy, V)
     if isinstance(state, DecodeCarry):
         check_carry(state, policy, (count, HV, K, V), H, g)
         operands["initial_state"] = state.values
@@ -110,7 +112,7 @@ def _values(name: str, x: Lengths) -> Any:
     """Values on the host; from a GPU that waits for it."""
     if isinstance(x, torch.Tensor):
         return x.detach().cpu().numpy()
-    return x if x is None or isinstance(x, int) else np.asarray(x)
+    return x if x is None or isinstance(x, numbers.Integral) else np.asarray(x)
 
 
 def _tokens(prefix: Lengths, lengths: Lengths, cu: np.ndarray | None, count: int, T: int) -> decode_checks.Tokens:

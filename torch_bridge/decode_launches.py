@@ -5,8 +5,9 @@ As `jlaqat.decode_triton` and `decode_replay_triton` launch them: the same launc
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from jlaqat.kernels import recurrent_pipeline, replay_pipeline
@@ -23,11 +24,13 @@ class Span(NamedTuple):
     most: int  # tokens that a sequence has at most
 
 
-def make_span(first: Any, count: Any, batch: int, num_tokens: int, device: torch.device) -> Span:
+def make_span(first: np.ndarray, count: np.ndarray, batch: int, num_tokens: int, device: torch.device) -> Span:
     """first, count: int arrays [N], see `Bounds`."""
-    per_row, inside = len(first) // batch, torch.zeros(batch, num_tokens, dtype=torch.bool)
-    for n, (start, length) in enumerate(zip(first.tolist(), count.tolist(), strict=True)):
-        inside[n // per_row, start : start + length] = True
+    marks = np.zeros((batch, num_tokens + 1), np.int32)
+    row = np.arange(len(first)) // (len(first) // batch)
+    np.add.at(marks, (row, first), 1)
+    np.add.at(marks, (row, first + count), -1)
+    inside = torch.from_numpy(marks.cumsum(1)[:, :num_tokens] > 0)
     bounds = Bounds(*(torch.as_tensor(x, dtype=torch.int32).to(device) for x in (first, count)))
     return Span(bounds, inside.to(device), int(count.max(initial=0)))
 

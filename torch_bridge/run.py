@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 import triton
 
@@ -28,7 +30,9 @@ def torch_run(launch: Launch, *, poison: bool = False) -> dict[str, torch.Tensor
     if triton.knobs.runtime.interpret:  # which has no compiler to take options
         options = {}
     if launch.grid:
-        launch.kernel[(launch.grid,)](**launch.inputs, **outputs, **launch.constants, **options)
+        # Triton launches on the current device, and the tensors may be on another.
+        with torch.cuda.device(first.device) if first.is_cuda else contextlib.nullcontext():
+            launch.kernel[(launch.grid,)](**launch.inputs, **outputs, **launch.constants, **options)
     return outputs | {name: launch.inputs[name] for name in launch.in_place}
 
 

@@ -97,3 +97,14 @@ def test_a_step_in_a_cuda_graph(mode):
             assert torch.equal(out, wanted[:, t])
     assert np.array_equal(as_bytes(carry.values), as_bytes(end.values))
     assert torch.equal(carry.position, end.position) and torch.equal(carry.cursor, end.cursor)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+def test_tensors_on_another_device_than_the_current():
+    """Values and gradients of the second GPU are those of the first."""
+    case = stretched(CASES["drawn"], 20)
+    x, do = operands(case, **SIZES)
+    given = x, do, case.policy(64), case.bounds, case.every
+    first, second = (through_torch(*given, device) for device in ("cuda:0", "cuda:1"))
+    assert second["o"].device.index == 1
+    assert all(np.array_equal(as_bytes(a), as_bytes(second[key])) for key, a in first.items())
