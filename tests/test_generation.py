@@ -13,6 +13,7 @@ from flax import nnx
 from jlaqat.generation import generate
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
+from generation_oracle import check_generation
 from tiny_models import QUICK, apply, make, tokens
 
 pytestmark = pytest.mark.usefixtures("compile_quickly")
@@ -42,6 +43,11 @@ def test_generation_equals_repeated_forward_passes():
     stop = int(new[0, 1])
     stopped = greedy(state, stop)
     np.testing.assert_array_equal(stopped[0, 1:], [stop] * 3)
+
+
+@pytest.mark.parametrize("policy", ["token", pytest.param("replay", marks=pytest.mark.slow)])
+def test_compressed_states_have_the_bits_that_training_emulates(policy, monkeypatch):
+    check_generation(policy, "xla", monkeypatch)
 
 
 def test_sampling():
