@@ -5,6 +5,7 @@ Training sees a sequence at once and generation a token at a time, so a model's 
 rule are noted while `generate` runs, and one call over all of them, as training makes it, must give the same bits.
 """
 
+import contextlib
 import dataclasses
 from typing import Any, NamedTuple
 
@@ -53,10 +54,8 @@ def check_generation(policy, backend, monkeypatch):
     """Both gates, greedy, from two prompts of unequal length. backend: of the layers, and of what training emulates."""
     config = dataclasses.replace(CONFIG, backend=backend)
     model = jlaqat.quantize(jlaqat.DecoderLM(config, rngs=nnx.Rngs(0)), POLICIES[policy])
-    with monkeypatch.context() as patch:
-        calls, options = noted(patch)
+    with noted(monkeypatch) as (calls, options):
         new = jlaqat.generate(model, PROMPT, NEW, temperature=0, prompt_mask=MASK)
-        jax.effects_barrier()
     layers = config.num_layers
     assert len(calls) == layers * NEW  # a prompt, and every new token but the last
     for layer, kind in enumerate(config.pattern):
@@ -64,8 +63,9 @@ def check_generation(policy, backend, monkeypatch):
     check_tokens(model, np.asarray(new))
 
 
-def noted(patch):
-    """([every delta rule of a layer, as it runs], [the settings of every one that is traced])."""
+@contextlib.contextmanager
+def noted(monkeypatch):
+    """Inside: ([every delta rule of a layer, as it runs], [the settings of every one that is traced])."""
     calls, traced, decode = [], [], quantizer.delta_rule_decode
 
     def note(*call):
@@ -78,8 +78,12 @@ def noted(patch):
         io_callback(note, None, operands, options["quant_arrays"], fields(state), o, fields(carry), ordered=True)
         return o, carry
 
-    patch.setattr(quantizer, "delta_rule_decode", noting)
-    return calls, traced
+    jax.clear_caches()  # what is traced now takes notes, and nothing else shall
+    with monkeypatch.context() as patch:
+        patch.setattr(quantizer, "delta_rule_decode", noting)
+        yield calls, traced
+        jax.effects_barrier()
+    jax.clear_caches()
 
 
 def fields(carry):
