@@ -8,9 +8,10 @@ import pytest
 import torch
 from kernel_checks import cast, hardware_fp8, run_kernels
 from recurrent_oracle import entering_state
+from replay_oracle import make_ring, step_by_step
 
 import jlaqat
-from jlaqat.kernels import recurrent_pipeline
+from jlaqat.kernels import recurrent_pipeline, replay_pipeline
 from jlaqat.kernels.call import Options
 from jlaqat.spec import DeltaQuant, QuantSpec
 from jlaqat.testing import make_inputs
@@ -28,7 +29,9 @@ def bits(arrays):
 
 
 def assert_thirty_equal(run):
-    first = bits(run())
+    first = [x for x in run() if x is not None]
+    assert all(x.isfinite().all() for x in first)  # outputs are full of NaN beforehand
+    first = bits(first)
     assert all(x.any() for x in first)
     for i in range(1, RUNS):
         for n, (x, y) in enumerate(zip(first, bits(run()), strict=True)):
@@ -49,18 +52,43 @@ def test_chunked(kda, quant, size):
     assert_thirty_equal(run)
 
 
-@pytest.mark.parametrize("kda", [False, True], ids=["gdn", "kda"])
-def test_decoding(kda):
+def decoding_call(kda):
+    """(tokens, entering state, options, cotangents of o and of the leaving state)"""
     q, k, v, g, beta, state = oracle.make_inputs(3, b=4, t=40, h=8, hv=16, dk=128, dv=128, kda=kda, device="cuda")
     tokens = recurrent_pipeline.Tokens(q.bfloat16(), k.bfloat16(), v.bfloat16(), g.float(), beta.bfloat16())
     options = recurrent_pipeline.Options(scale=0.1, state=QuantSpec.fp8(), hardware_fp8=HARDWARE)
-    entering = entering_state(state.float(), options)
-    do, d_leaving = torch.randn_like(tokens.v), torch.randn_like(state.float())
+    cotangents = torch.randn_like(tokens.v), torch.randn_like(state.float())
+    return tokens, entering_state(state.float(), options), options, cotangents
+
+
+@pytest.mark.parametrize("kda", [False, True], ids=["gdn", "kda"])
+def test_decoding(kda):
+    tokens, entering, options, cotangents = decoding_call(kda)
 
     def run():
         out = recurrent_pipeline.forward(poisoned_run, tokens, entering, options, stride=1)
-        gradients = recurrent_pipeline.backward(poisoned_run, tokens, entering, out.saved, do, d_leaving, options)
+        gradients = recurrent_pipeline.backward(poisoned_run, tokens, entering, out.saved, *cotangents, options)
         return [out.o, out.state.values, out.state.scale, *gradients]
+
+    assert_thirty_equal(run)
+
+
+@pytest.mark.parametrize("kda", [False, True], ids=["gdn", "kda"])
+def test_replay(kda):
+    """All tokens at once, forward and backward, and step by step."""
+    tokens, entering, options, cotangents = decoding_call(kda)
+    tokens = replay_pipeline.Tokens(*tokens)
+    ring = make_ring(tokens, 16, [0, 5, 9, 15], torch.bfloat16)
+
+    def kept(state, ring):
+        used = (x[n, :cursor] for x in (ring.k, ring.r, ring.g) for n, cursor in enumerate(ring.cursor.tolist()))
+        return [state.values, state.scale, ring.cursor, *used]
+
+    def run():
+        out = replay_pipeline.forward(poisoned_run, tokens, entering, ring, options, save=True)
+        gradients = replay_pipeline.backward(poisoned_run, tokens, entering, ring, out, *cotangents, options)
+        o, state, last = step_by_step(tokens, entering, ring, options, poisoned_run)
+        return [out.o, out.r, *kept(out.state, out.ring), *gradients, o, *kept(state, last)]
 
     assert_thirty_equal(run)
 
