@@ -14,6 +14,7 @@ import math
 import os
 import re
 import subprocess
+import sys
 import tempfile
 from typing import Any
 
@@ -240,6 +241,7 @@ def main() -> None:
         "state+w fp8": DeltaQuant(state=QuantSpec.fp8(), w=QuantSpec.fp8()),
         "state int8": DeltaQuant(state=QuantSpec.int8()),
     }
+    failed = 0
     axes = (args.architectures, args.gates, args.dtypes, args.dims)
     for arch, gate, dtype, dim in itertools.product(*(axis.split(",") for axis in axes)):
         for name, quant in quants.items():
@@ -248,14 +250,18 @@ def main() -> None:
                 report = compile_pipeline(int(arch), gate, dtype, quant, **sizes)
             except Exception as error:
                 print(f"sm_{arch} {gate} {dtype} D{dim} {name}: {type(error).__name__}: {error}", flush=True)
+                failed += 1
                 continue
             for k in report:
                 over = " DOES NOT FIT" if k.shared > SHARED_MEMORY[int(arch)] * 1024 else ""
+                failed += bool(over)
                 print(
                     f"sm_{arch} {gate} {dtype} D{dim} {name}: {k.name} warps {k.warps} registers {k.registers} "
                     f"stack {k.stack} shared {k.shared}{over}",
                     flush=True,
                 )
+    if failed:
+        sys.exit(f"{failed} did not compile or fit")
 
 
 if __name__ == "__main__":
