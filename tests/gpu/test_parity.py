@@ -28,8 +28,9 @@ def fla_does_not_search(monkeypatch):
     run = subprocess.run
 
     def without_search(command, **more):
+        if command[1:3] != ["-m", "jlaqat.torch_bridge.parity"]:  # Triton asks ptxas for its version
+            return run(command, **more)
         python, *module, folder, side = command
-        assert module == ["-m", "jlaqat.torch_bridge.parity"]
         if side == "fla":
             module = ["-c", WITHOUT_SEARCH]
         return run([python, *module, folder, side], **more)
