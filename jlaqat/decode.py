@@ -30,7 +30,6 @@ from jlaqat.decode_reference import decode_reference
 from jlaqat.decode_replay_triton import decode_replay
 from jlaqat.decode_scan import Span, decode_scan, make_rows, token
 from jlaqat.decode_triton import decode_triton
-from jlaqat.decode_triton import unproven as decode_triton_unproven
 from jlaqat.decode_triton import why_not as decode_triton_why_not
 from jlaqat.op_shards import OperandLayouts, on_shards
 from jlaqat.rounding import div_rn, straight_through
@@ -370,8 +369,6 @@ def _by_kernels(backend: str, quant: DecodePolicy, inputs: Inputs) -> str | None
     if backend not in ("auto", "triton"):
         return None
     reason = decode_triton_why_not(quant, inputs.k.shape[3], inputs.v.dtype)
-    if backend == "auto":
-        reason = reason or decode_triton_unproven(quant)
     if backend == "triton" and reason is not None:
         raise NotImplementedError(
             f"backend='triton' cannot serve this call: {reason}. Use backend='xla', or 'auto', which runs prefixes on "

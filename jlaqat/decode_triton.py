@@ -57,13 +57,6 @@ def not_taken(policy: DecodePolicy, key_dim: int, dtype: Any) -> str | None:
     return recurrent_pipeline.why_not(policy.state, key_dim, draws=True)
 
 
-def unproven(policy: DecodePolicy) -> str | None:
-    """Why "auto" leaves to xla what the kernels would take, as the end of a sentence; None where it does not."""
-    if policy.mode == "replay":
-        return "the kernels of replay have not passed all of their tests on a GPU yet; backend='triton' runs them"
-    return None
-
-
 def decode_triton(
     policy: DecodePolicy,
     scale: float,

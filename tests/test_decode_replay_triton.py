@@ -19,7 +19,7 @@ sys.path.insert(0, os.path.dirname(__file__))
 from kernel_launches import kernel_names
 
 import jlaqat
-from jlaqat import DecodePolicy, QuantArrays, QuantSpec, backends, decode_triton
+from jlaqat import DecodePolicy, QuantArrays, QuantSpec, backends
 from jlaqat.testing import make_inputs
 
 REPLAY = DecodePolicy(state=QuantSpec.fp8(block_v=16), mode="replay", window=3, ring_dtype="bfloat16")
@@ -31,12 +31,6 @@ ALL = DecodePolicy(  # that the kernels have in replay
     error_feedback=True,
 )
 pytestmark = pytest.mark.usefixtures("compile_quickly")
-
-
-@pytest.fixture(autouse=True)
-def auto_takes_replay(monkeypatch):
-    """As "auto" will, once the kernels have passed tests/gpu/test_replay.py."""
-    monkeypatch.setattr("jlaqat.decode.decode_triton_unproven", lambda policy: None)
 
 
 def operands(gate="gdn", T=5, B=2, H=1, HV=2):
@@ -149,12 +143,9 @@ def test_explicit_mesh_types():
     assert tuple(carry.cursor.sharding.spec) == ("b",)
 
 
-def test_auto_leaves_replay_to_xla_and_says_why(monkeypatch, caplog):
-    monkeypatch.undo()
+def test_auto_takes_the_kernels_and_says_so(caplog):
     backends._say_once.cache_clear()
     with jlaqat.compile_for(90), caplog.at_level("INFO", logger="jlaqat"):
         jaxpr = jax.make_jaxpr(loss)(jax.eval_shape(operands))
-    assert kernel_names(jaxpr.jaxpr) == []
-    assert "'auto' runs delta_rule_decode on 'xla'" in caplog.text
-    assert "kernels of replay have not passed all of their tests on a GPU" in (decode_triton.unproven(REPLAY) or "")
-    assert decode_triton.unproven(DecodePolicy.preset("vllm_fp8")) is None
+    assert kernel_names(jaxpr.jaxpr) != []
+    assert "'auto' runs delta_rule_decode on 'triton'" in caplog.text

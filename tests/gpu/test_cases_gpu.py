@@ -30,12 +30,6 @@ TOKENS = ("q", "k", "v", "g", "beta")
 over_gates = pytest.mark.parametrize("gate", ["gdn", "kda"])
 
 
-@pytest.fixture(autouse=True)
-def auto_takes_replay(monkeypatch):
-    """As test_replay.py has it."""
-    monkeypatch.setattr("jlaqat.decode.decode_triton_unproven", lambda policy: None)
-
-
 @functools.partial(jax.jit, static_argnums=1)
 def decode(x, policy):
     return jlaqat.delta_rule_decode(**x, quant=policy, backend="triton")
