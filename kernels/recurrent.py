@@ -14,6 +14,7 @@ import triton.language as tl
 
 from jlaqat.kernels.kept_state import (
     apply_scale,
+    decay_kept,
     load_codes,
     load_kept,
     load_rounded,
@@ -22,7 +23,8 @@ from jlaqat.kernels.kept_state import (
     store_rounded,
 )
 from jlaqat.kernels.philox import draw_words
-from jlaqat.kernels.token_gradients import reverse_token
+from jlaqat.kernels.rounding import INTERPRETED
+from jlaqat.kernels.token_gradients import outer_product_added, reverse_token, sum_over_keys
 
 
 @triton.jit
@@ -121,6 +123,7 @@ def recurrent_forward_kernel(
     READ_STORED: tl.constexpr,
     HARDWARE_FP8: tl.constexpr,
     VECTOR: tl.constexpr,
+    ROWS: tl.constexpr,  # depth of the sums over keys, see `token_gradients`
 ):
     i_v, i_hv, i_n, i_h = locate_program(H, HV, V, BV)
     o_k = tl.arange(0, BK)
@@ -129,7 +132,7 @@ def recurrent_forward_kernel(
     b_kept, b_kept_scale = load_kept(
         p_values, p_scale, state, i_v, K, V, BK, BV, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR
     )
-    b_s = apply_scale(b_kept, b_kept_scale, FORMAT, GRANULARITY)
+    b_code, b_scale = b_kept.to(tl.float32), b_kept_scale
     i_b, first, count = rows_of(p_first, p_count, i_n, T, PER_ROW, RAGGED)
     o_s = o_k[:, None] * V + o_v[None, :]
     m_s = (o_k < K)[:, None] & (o_v < V)[None, :]
@@ -171,17 +174,17 @@ def recurrent_forward_kernel(
         b_decay = tl.exp(g.to(tl.float32))
         ahead = row + tl.minimum(count - 1 - t, 1)
         q, k, v, g, beta = load_token(p_q, p_k, p_v, p_g, p_beta, ahead, i_h, i_hv, o_k, o_v, H, HV, K, V, IS_KDA)
-        if IS_KDA:
-            b_s = b_s * b_decay[:, None]
+        if INTERPRETED:  # as a flush of replay has it: there their bits are compared
+            b_s = apply_scale(b_code, b_scale, FORMAT, GRANULARITY) * (b_decay[:, None] if IS_KDA else b_decay)
         else:
-            b_s = b_s * b_decay
-        b_error = b_v - tl.sum(b_s * b_k[:, None], axis=0)
+            b_s = decay_kept(b_code, b_scale, b_decay, IS_KDA, FORMAT, GRANULARITY)
+        b_error = b_v - sum_over_keys(b_s, b_k, ROWS)
         b_r = b_beta * b_error
         if STRIDE == 1:
             tl.store(p_error + (row * HV + i_hv) * V + o_v, b_error, mask=o_v < V)
-        b_s = tl.fma(b_k[:, None], tl.broadcast_to(b_r[None, :], [BK, BV]), b_s)
+        b_s = outer_product_added(b_k, b_r, b_s)
         if not READ_STORED:
-            b_o = tl.sum(b_s * b_q[:, None], axis=0)
+            b_o = sum_over_keys(b_s, b_q, ROWS)
         if FEEDBACK:
             b_s += b_lost
             b_lost = b_s
@@ -193,7 +196,7 @@ def recurrent_forward_kernel(
         if FEEDBACK:
             b_lost -= b_s
         if READ_STORED:
-            b_o = tl.sum(b_s * b_q[:, None], axis=0)
+            b_o = sum_over_keys(b_s, b_q, ROWS)
         tl.store(p_o + (row * HV + i_hv) * V + o_v, b_o.to(p_o.dtype.element_ty), mask=o_v < V)
         if STRIDE:  # noqa: SIM102 (no branch where nothing is saved)
             if (t + 1) % STRIDE == 0:

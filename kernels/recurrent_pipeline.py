@@ -177,7 +177,7 @@ class Call(NamedTuple):
         The fewer columns it has side by side, the more rows, and the shorter a sum's way between threads; amax of key
         rows, and what a backward sums over columns, are the other way round.
         """
-        narrow = {"tile": 2 if self.width >= 64 else 4, "key_row": 8, "value_row": 2}.get(self.granularity, 16)
+        narrow = {"tile": 2 if self.width >= 64 else 4, "key_row": 8, "value_row": 2}.get(self.granularity, 8)
         return self.options.vector or (16 if backward else narrow)
 
     def warps(self, states: int = 1) -> int:
@@ -187,10 +187,15 @@ class Call(NamedTuple):
         share = 128 if states == 1 and self.format == "float32" else 64
         return max(1, min(16, states * power_of_two(self.sizes[4]) * self.width // (32 * share)))
 
+    def depth(self, vector: int, warps: int) -> int:
+        """How often a thread can halve its rows, as they lie in registers."""
+        threads_by_columns = min(self.width // vector, 32)
+        rows = power_of_two(self.sizes[4]) * max(threads_by_columns, 1) // (32 * warps)
+        return max(rows, 1).bit_length() - 1
+
     def depths(self) -> dict[str, int]:
-        """How often a thread of a backward can halve its rows and its columns, as they lie in registers."""
-        rows = power_of_two(self.sizes[4]) * self.width // (32 * self.warps(states=2) * COLUMNS)
-        return {"ROWS": max(rows, 1).bit_length() - 1, "COLUMNS": COLUMNS.bit_length() - 1}
+        """The same of a thread of a backward, and of its columns."""
+        return {"ROWS": self.depth(COLUMNS, self.warps(states=2)), "COLUMNS": COLUMNS.bit_length() - 1}
 
     @property
     def programs_v(self) -> int:
@@ -291,6 +296,7 @@ def forward(
     feedback, tile = state.lost is not None, tuple(values.shape[1:])
     save_lost = feedback and slots > 0 and stride != 1
     inputs, constants = call.ragged()
+    warps = call.warps(states=2 if call.drawn or feedback else 1)
     launch = Launch(
         kernel=recurrent.recurrent_forward_kernel,
         grid=call.programs,
@@ -320,8 +326,10 @@ def forward(
             "SAVE_LOST": save_lost,
             "DRAWN": call.drawn,
             "SEED": options.state.seed if call.drawn and options.state else 0,
+            # Four sums side by side hide how long one takes from term to term.
+            "ROWS": max(call.depth(call.vector(), warps) - (call.vector() < 4), 0),
         },
-        num_warps=call.warps(states=2 if call.drawn or feedback else 1),
+        num_warps=warps,
         num_stages=1,
         fp_fusion=False,
     )
