@@ -4,7 +4,17 @@ import triton
 import triton.language as tl
 
 from jlaqat.kernels.philox import round_drawn
-from jlaqat.kernels.rounding import compute_scale, decode, encode, largest_magnitude, round_code
+from jlaqat.kernels.rounding import (
+    INFINITY,
+    INTERPRETED,
+    SHIFT,
+    compute_scale,
+    decode,
+    encode,
+    largest_magnitude,
+    low_byte,
+    round_code,
+)
 
 
 @triton.jit
@@ -25,6 +35,75 @@ def _to_code(b_x, words, FORMAT: tl.constexpr, HARDWARE_FP8: tl.constexpr, DRAWN
 
 
 @triton.jit
+def _along(b_scale, GRANULARITY: tl.constexpr):
+    """Scales in a shape that broadcasts to the state's."""
+    if GRANULARITY == "tile":
+        return b_scale
+    elif GRANULARITY == "key_row":
+        return b_scale[:, None]
+    else:
+        tl.static_assert(GRANULARITY == "value_row")
+        return b_scale[None, :]
+
+
+@triton.jit
+def _int8_bytes(b_shifted, b_scale, GRANULARITY: tl.constexpr, VECTOR: tl.constexpr):
+    """Eight bits of integers to which SHIFT was added, 0 of NaN: then their scale is infinite or NaN.
+
+    Where four neighbours of a thread share a scale, three permutations and one mask are enough for them.
+    """
+    if INTERPRETED or GRANULARITY == "value_row" or (GRANULARITY == "key_row" and VECTOR < 4):
+        return low_byte(b_shifted)
+    else:
+        keep = tl.where(b_scale < INFINITY, -1, 0)
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 low, high;
+            prmt.b32 low, $1, $2, 0x0040;
+            prmt.b32 high, $3, $4, 0x0040;
+            prmt.b32 low, low, high, 0x5410;
+            and.b32 $0, low, $5;
+            }""",
+            "=r,r,r,r,r,r,r,r,r",
+            [b_shifted, tl.broadcast_to(_along(keep, GRANULARITY), b_shifted.shape)],
+            dtype=tl.uint8,
+            is_pure=True,
+            pack=4,
+        )
+
+
+@triton.jit
+def round_kept(
+    b_s,
+    FORMAT: tl.constexpr,
+    GRANULARITY: tl.constexpr,
+    HARDWARE_FP8: tl.constexpr,
+    VECTOR: tl.constexpr,
+    words=0,
+    DRAWN: tl.constexpr = False,
+):
+    """(what `store_rounded` takes, codes, scales) of [BK, BV]; without codes the rounded values twice and 1.
+
+    Arguments, and what scales there are: as `round_state` has them. VECTOR: columns side by side in a thread.
+    """
+    if FORMAT == "float32":
+        return b_s, b_s, tl.full([], 1.0, tl.float32)
+    elif FORMAT == "bfloat16" or FORMAT == "float16":
+        b_value = _to_code(b_s, words, FORMAT, HARDWARE_FP8, DRAWN)
+        return b_value, b_value, tl.full([], 1.0, tl.float32)
+    else:
+        AXIS: tl.constexpr = None if GRANULARITY == "tile" else 1 if GRANULARITY == "key_row" else 0
+        s, r = compute_scale(largest_magnitude(b_s, AXIS), 448.0 if FORMAT == "e4m3" else 127.0)
+        b_x = b_s * _along(r, GRANULARITY)
+        if FORMAT == "int8" and not DRAWN:
+            b_shifted = b_x + SHIFT
+            return _int8_bytes(b_shifted, s, GRANULARITY, VECTOR), b_shifted - SHIFT, s
+        else:
+            b_code = _to_code(b_x, words, FORMAT, HARDWARE_FP8, DRAWN)
+            return b_code, b_code, s
+
+
+@triton.jit
 def round_state(
     b_s,
     FORMAT: tl.constexpr,
@@ -38,26 +117,8 @@ def round_state(
     To nearest, or stochastically (DRAWN). Scales: one for "tile", [BK] for "key_row" (BV is its 32 columns then), [BV]
     for "value_row".
     """
-    if FORMAT == "float32":
-        return b_s, tl.full([], 1.0, tl.float32), b_s
-    elif FORMAT == "bfloat16" or FORMAT == "float16":
-        b_value = _to_code(b_s, words, FORMAT, HARDWARE_FP8, DRAWN)
-        return b_value, tl.full([], 1.0, tl.float32), b_value
-    else:
-        LARGEST: tl.constexpr = 448.0 if FORMAT == "e4m3" else 127.0
-        if GRANULARITY == "tile":
-            s, r = compute_scale(largest_magnitude(b_s), LARGEST)
-            b_code = _to_code(b_s * r, words, FORMAT, HARDWARE_FP8, DRAWN)
-            return b_code, s, b_code.to(tl.float32) * s
-        elif GRANULARITY == "key_row":
-            s, r = compute_scale(largest_magnitude(b_s, 1), LARGEST)
-            b_code = _to_code(b_s * r[:, None], words, FORMAT, HARDWARE_FP8, DRAWN)
-            return b_code, s, b_code.to(tl.float32) * s[:, None]
-        else:
-            tl.static_assert(GRANULARITY == "value_row")
-            s, r = compute_scale(largest_magnitude(b_s, 0), LARGEST)
-            b_code = _to_code(b_s * r[None, :], words, FORMAT, HARDWARE_FP8, DRAWN)
-            return b_code, s, b_code.to(tl.float32) * s[None, :]
+    _, b_code, b_scale = round_kept(b_s, FORMAT, GRANULARITY, HARDWARE_FP8, 1, words, DRAWN)
+    return b_code, b_scale, apply_scale(b_code, b_scale, FORMAT, GRANULARITY)
 
 
 @triton.jit
@@ -75,7 +136,7 @@ def store_rounded(
     HARDWARE_FP8: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """Codes and scales, or values, as they are kept."""
+    """Codes (or their bytes) and scales, or values, as they are kept."""
     BK: tl.constexpr = b_code.shape[0]
     BV: tl.constexpr = b_code.shape[1]
     PROGRAMS_V: tl.constexpr = (V + BV - 1) // BV
@@ -84,7 +145,10 @@ def store_rounded(
     m = (o_k < K)[:, None] & (o_v < V)[None, :]
     p = p_values + state * K * V + o_k[:, None] * V + tl.max_contiguous(o_v, VECTOR)[None, :]
     if FORMAT == "e4m3" or FORMAT == "int8":
-        tl.store(p, encode(b_code, FORMAT, HARDWARE_FP8), mask=m)
+        if b_code.dtype == tl.uint8:
+            tl.store(p, b_code, mask=m)
+        else:
+            tl.store(p, encode(b_code, FORMAT, HARDWARE_FP8), mask=m)
         if GRANULARITY == "tile":
             tl.store(p_scale + state * PROGRAMS_V + i_v // BV, b_scale)
         elif GRANULARITY == "key_row":
@@ -176,12 +240,8 @@ def apply_scale(b_code, b_scale, FORMAT: tl.constexpr, GRANULARITY: tl.constexpr
     """The state that codes and scales stand for."""
     if FORMAT == "float32" or FORMAT == "bfloat16" or FORMAT == "float16":
         return b_code
-    elif GRANULARITY == "tile":
-        return b_code.to(tl.float32) * b_scale
-    elif GRANULARITY == "key_row":
-        return b_code.to(tl.float32) * b_scale[:, None]
     else:
-        return b_code.to(tl.float32) * b_scale[None, :]
+        return b_code.to(tl.float32) * _along(b_scale, GRANULARITY)
 
 
 @triton.jit

@@ -19,7 +19,7 @@ from jlaqat.kernels.kept_state import (
     load_kept,
     load_rounded,
     load_scales,
-    round_state,
+    round_kept,
     store_rounded,
 )
 from jlaqat.kernels.philox import draw_words
@@ -129,10 +129,12 @@ def recurrent_forward_kernel(
     o_k = tl.arange(0, BK)
     o_v = i_v + tl.arange(0, BV)
     state = i_n * HV + i_hv
-    b_kept, b_kept_scale = load_kept(
+    b_entering, b_scale = load_kept(
         p_values, p_scale, state, i_v, K, V, BK, BV, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR
     )
-    b_code, b_scale = b_kept.to(tl.float32), b_kept_scale
+    b_code = b_entering.to(tl.float32)
+    # The interpreter compares bits with a flush of replay, which decays the state and sums in the plain way.
+    DEPTH: tl.constexpr = 0 if INTERPRETED else ROWS
     i_b, first, count = rows_of(p_first, p_count, i_n, T, PER_ROW, RAGGED)
     o_s = o_k[:, None] * V + o_v[None, :]
     m_s = (o_k < K)[:, None] & (o_v < V)[None, :]
@@ -144,8 +146,8 @@ def recurrent_forward_kernel(
                 p_values_out,
                 p_scale_out,
                 state,
-                b_kept,
-                b_kept_scale,
+                b_entering,
+                b_scale,
                 i_v,
                 K,
                 V,
@@ -174,41 +176,41 @@ def recurrent_forward_kernel(
         b_decay = tl.exp(g.to(tl.float32))
         ahead = row + tl.minimum(count - 1 - t, 1)
         q, k, v, g, beta = load_token(p_q, p_k, p_v, p_g, p_beta, ahead, i_h, i_hv, o_k, o_v, H, HV, K, V, IS_KDA)
-        if INTERPRETED:  # as a flush of replay has it: there their bits are compared
+        if INTERPRETED:
             b_s = apply_scale(b_code, b_scale, FORMAT, GRANULARITY) * (b_decay[:, None] if IS_KDA else b_decay)
         else:
             b_s = decay_kept(b_code, b_scale, b_decay, IS_KDA, FORMAT, GRANULARITY)
-        b_error = b_v - sum_over_keys(b_s, b_k, ROWS)
+        b_error = b_v - sum_over_keys(b_s, b_k, DEPTH)
         b_r = b_beta * b_error
         if STRIDE == 1:
             tl.store(p_error + (row * HV + i_hv) * V + o_v, b_error, mask=o_v < V)
         b_s = outer_product_added(b_k, b_r, b_s)
         if not READ_STORED:
-            b_o = sum_over_keys(b_s, b_q, ROWS)
+            b_o = sum_over_keys(b_s, b_q, DEPTH)
         if FEEDBACK:
             b_s += b_lost
             b_lost = b_s
         if DRAWN:
             words = draw_words(rounds + t + 1, layer_and_head, sequence, step, i_v, V, BK, BV, SEED)
-            b_code, b_scale, b_s = round_state(b_s, FORMAT, GRANULARITY, HARDWARE_FP8, words, DRAWN)
+            b_kept, b_code, b_scale = round_kept(b_s, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR, words, DRAWN)
         else:
-            b_code, b_scale, b_s = round_state(b_s, FORMAT, GRANULARITY, HARDWARE_FP8)
+            b_kept, b_code, b_scale = round_kept(b_s, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR)
         if FEEDBACK:
-            b_lost -= b_s
+            b_lost -= apply_scale(b_code, b_scale, FORMAT, GRANULARITY)
         if READ_STORED:
-            b_o = sum_over_keys(b_s, b_q, ROWS)
+            b_o = sum_over_keys(apply_scale(b_code, b_scale, FORMAT, GRANULARITY), b_q, DEPTH)
         tl.store(p_o + (row * HV + i_hv) * V + o_v, b_o.to(p_o.dtype.element_ty), mask=o_v < V)
         if STRIDE:  # noqa: SIM102 (no branch where nothing is saved)
             if (t + 1) % STRIDE == 0:
                 saved = (slot + (t + 1) // STRIDE - 1) * HV + i_hv
                 store_rounded(
-                    p_saved, p_saved_scale, saved, b_code, b_scale, i_v, K, V, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR
+                    p_saved, p_saved_scale, saved, b_kept, b_scale, i_v, K, V, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR
                 )
                 if SAVE_LOST:
                     tl.store(p_saved_lost + saved * K * V + o_s, b_lost, mask=m_s)
         if t == count - 1:
             store_rounded(
-                p_values_out, p_scale_out, state, b_code, b_scale, i_v, K, V, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR
+                p_values_out, p_scale_out, state, b_kept, b_scale, i_v, K, V, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR
             )
             if FEEDBACK:
                 tl.store(p_lost_out + state * K * V + o_s, b_lost, mask=m_s)
