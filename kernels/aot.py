@@ -173,8 +173,8 @@ def compile_recurrent(
 ) -> list[Compiled]:
     """Compiles the recurrence, forward and backward; with a window that of replay, and its step.
 
-    heads: of q and k, and of v. packed: `batch` sequences in one row. feedback: of errors, with a window. ring_dtype:
-    "uint8" for codes.
+    heads: of q and k, and of v. packed: `batch` sequences in one row. feedback: of errors. ring_dtype: "uint8" for
+    codes.
     """
     h, hv = heads
     rows = 1 if packed else batch
@@ -193,11 +193,15 @@ def compile_recurrent(
     d_leaving = FakeArray(values.shape, "float32")
     drawn = state is not None and state.rounding == "stochastic"
     counters = FakeArray((batch, hv, 4), "int32") if drawn else None
+    if feedback:
+        entering = entering._replace(lost=d_leaving)
+    which: dict[str, Any] = {}
+    if packed:
+        which["bounds"] = recurrent_pipeline.Bounds(*[FakeArray((batch,), "int32")] * 2)
     if window is None:
-        which: dict[str, Any] = {}
         if packed:
-            which = {"bounds": recurrent_pipeline.Bounds(*[FakeArray((batch,), "int32")] * 2), "most": 64}
-            shared = {"bounds": which["bounds"], "counters": counters, "stride": 64}
+            shared = {**which, "counters": counters, "stride": 64}
+            which["most"] = 64
             recurrent_pipeline.forward(run, operands, entering, options, **shared)
         out = recurrent_pipeline.forward(run, operands, entering, options, counters=counters, stride=1, **which)
         assert out.saved is not None
@@ -220,12 +224,11 @@ def compile_recurrent(
         ring = ring._replace(k_scale=first(scales, window), r_scale=of_r)
         replayed_tokens = replayed_tokens._replace(k_scale=scales)
     one = replay_pipeline.Tokens(*(x and first(x, 1) for x in replayed_tokens))
-    if feedback:
-        entering = entering._replace(lost=d_leaving)
     replay_pipeline.step(run, one, entering, ring, options, counters=counters)
-    replay_pipeline.forward(run, replayed_tokens, entering, ring, options, counters=counters)
-    replayed = replay_pipeline.forward(run, replayed_tokens, entering, ring, options, counters=counters, save=True)
-    replay_pipeline.backward(run, replayed_tokens, entering, ring, replayed, v, d_leaving, options)
+    given = replayed_tokens, entering, ring
+    replay_pipeline.forward(run, *given, options, counters=counters, **which)
+    replayed = replay_pipeline.forward(run, *given, options, counters=counters, save=True, **which)
+    replay_pipeline.backward(run, *given, replayed, v, d_leaving, options, **which)
     return report
 
 

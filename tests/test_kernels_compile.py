@@ -1,14 +1,20 @@
 """The kernels compiled ahead of time, without a GPU, for every architecture: they build, and they fit.
 
-The variants here are a small pairwise set. `python -m jlaqat.kernels.aot` compiles more of them, at full width.
+The variants are a pairwise set, at small widths. `python -m jlaqat.kernels.aot` compiles others at full width.
 """
 
 import math
+import pathlib
 import re
+import sys
 
 import pytest
 
 pytest.importorskip("triton")
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+
+from compiled_variants import CHUNKED_VARIANTS, SIZES, TUNINGS, chunked_quant, name_of
 
 from jlaqat.kernels import aot, call, pipeline
 from jlaqat.kernels.aot import CompileRun, FakeArray, compile_pipeline
@@ -22,35 +28,26 @@ FP8 = DeltaQuant(state=QuantSpec.fp8(block_v=16), w=QuantSpec.fp8())
 FP8_BLOCK64 = DeltaQuant(state=QuantSpec.fp8(), w=QuantSpec.fp8())
 INT8 = DeltaQuant(state=QuantSpec.int8(block_v=32))
 
-# Triton 3.7 cannot compile the rounded scan for SM100 (3.9 can), so SM100 stands here without rounding.
-# SM89 has one token, which Triton turns into compile-time constants.
-# architecture: gate, dtype, quant, K, V, heads of q and of v, packed, launch parameters
-VARIANTS = {
-    80: ("gdn", "bfloat16", FP8, 32, 16, (1, 2), True, Tuning(x_in_p=True)),
-    89: ("kda", "float16", INT8, 20, 36, (2, 2), False, None),
-    90: ("kda", "bfloat16", FP8, 32, 32, (1, 1), False, None),
-    100: ("gdn", "bfloat16", DeltaQuant(), 16, 32, (1, 2), False, Tuning(split_output=True, x_in_p=True)),
-    120: ("gdn", "bfloat16", INT8, 32, 32, (1, 1), True, None),
-}
-
-
 OWN_KERNELS = {
     "gdn": {"intra_chunk_forward", "chunk_backward"},
     "kda": {"kda_pairs", "kda_wy", "kda_recompute", "kda_scores_backward", "kda_channels_backward", "kda_dbeta"},
 }
 
 
-@pytest.mark.parametrize("architecture", VARIANTS)
-def test_every_kernel_compiles_and_fits(architecture):
-    gate, dtype, quant, k, v, heads, packed, tuning = VARIANTS[architecture]
-    sizes = dict(key_dim=k, value_dim=v, heads=heads, packed=packed, tokens=1 if architecture == 89 else 4096)
-    report = compile_pipeline(architecture, gate, dtype, quant, tuning=tuning, **sizes)
+@pytest.mark.parametrize("variant", CHUNKED_VARIANTS, ids=name_of)
+def test_every_kernel_compiles_and_fits(variant):
+    architecture, gate, packed, grouped = (variant[axis] for axis in ("architecture", "gate", "packed", "grouped"))
+    k, v, tokens = SIZES[variant["sizes"]]
+    quant, tuning = chunked_quant(variant), TUNINGS[variant["tuning"]]
+    sizes = dict(key_dim=k, value_dim=v, heads=(1, 2 if grouped else 1), packed=packed, tokens=tokens)
+    report = compile_pipeline(architecture, gate, variant["dtype"], quant, tuning=tuning, **sizes)
     names = {r.name for r in report}
     assert {"chunk_state_forward", "chunk_state_backward"} <= names
     assert OWN_KERNELS[gate] <= names
-    assert ("wy_recompute" in names) == (gate == "gdn" and quant.w is None)  # a rounded w is saved
+    assert ("wy_recompute" in names) == (gate == "gdn" and None in (quant.state, quant.w))  # else all is saved
+    assert ("chunk_output_forward" in names) == (variant["tuning"] == "split")
     assert ("chunk_index" in names) == packed
-    assert ("group_sum" in names) == (heads[0] != heads[1])
+    assert ("group_sum" in names) == grouped
     for kernel in report:
         assert kernel.shared <= SHARED_MEMORY[architecture] * 1024, kernel
 

@@ -1,12 +1,18 @@
 """The recurrence kernels compiled ahead of time, without a GPU, for every architecture."""
 
+import pathlib
 import re
+import sys
 
 import pytest
 
 pytest.importorskip("triton")
 
-from jlaqat.kernels.call import triton_version
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+
+from compiled_variants import DECODING_VARIANTS, decoded_state, name_of
+
+from jlaqat.kernels.call import SHARED_MEMORY, triton_version
 from jlaqat.spec import QuantSpec
 
 
@@ -36,6 +42,24 @@ def test_compiles_and_only_the_backward_spills(architecture, gate, state):
     report = compile_recurrent(architecture, gate, "bfloat16", state, key_dim=128, value_dim=128, heads=(4, 8))
     assert {k.name for k in report} >= {"recurrent_forward", "recurrent_backward"}
     assert [k for k in report if k.stack > allowed_stack(k.name)] == []
+
+
+@pytest.mark.parametrize("variant", DECODING_VARIANTS, ids=name_of)
+def test_every_kernel_compiles_and_fits(variant):
+    from jlaqat.kernels.aot import compile_recurrent
+
+    architecture, gate, packed, grouped = (variant[axis] for axis in ("architecture", "gate", "packed", "grouped"))
+    window = 8 if variant["mode"] == "replay" else None
+    sizes = dict(key_dim=20, value_dim=40, heads=(1, 2 if grouped else 1), packed=packed, window=window)
+    state, feedback = decoded_state(variant), variant["feedback"]
+    report = compile_recurrent(architecture, gate, variant["dtype"], state, feedback=feedback, **sizes)
+    names = {kernel.name for kernel in report}
+    wanted = (
+        ("replay_step", "replay_forward", "replay_backward") if window else ("recurrent_forward", "recurrent_backward")
+    )
+    assert names >= set(wanted)
+    assert ("place_rows" in names) == (packed and window is None)
+    assert [kernel for kernel in report if kernel.shared > SHARED_MEMORY[architecture] * 1024] == []
 
 
 def reductions(text):
