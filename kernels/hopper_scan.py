@@ -16,85 +16,20 @@ from jlaqat.kernels.hopper_tiles import (
     BYTES,
     LINE,
     TILE,
-    async_load,
     commit_group,
-    decode,
+    decode_w,
+    fetch_gates,
     fetch_rows,
     fetch_scores,
-    layout_of,
-    line_layout,
+    fetch_w,
+    last_of,
     locate_sequence,
-    offsets_of,
-    rows_of,
+    prepare_gates,
     slab_layout,
     store_rows,
+    store_state,
     wait_group,
 )
-
-
-@gluon.jit
-def fetch_vector(smem, p, n_rows, STRIDE: gl.constexpr, REPEAT_LAST: gl.constexpr):
-    """Starts copying [64] float32, one a token; past the end zero, or the last."""
-    o = gl.arange(0, 64, layout=line_layout(gl.num_warps()))
-    if REPEAT_LAST:
-        async_load(smem, p + gl.minimum(o, n_rows - 1) * STRIDE, mask=o < n_rows * 64)
-    else:
-        async_load(smem, p + o * STRIDE, mask=o < n_rows)
-
-
-@gluon.jit
-def fetch_w(m_w, m_ws, p_w, p_w_scale, row, n_rows, i_hv, HV: gl.constexpr, FORMAT: gl.constexpr):
-    """Starts copying w of a chunk, or its codes and their scales."""
-    fetch_rows(m_w, p_w, row, n_rows, i_hv, 0, HV, 128)
-    if FORMAT != "none":
-        fetch_vector(m_ws, p_w_scale + row * HV + i_hv, n_rows, HV, False)
-
-
-@gluon.jit
-def fetch_gates(m_g, p_g, row, n_rows, i_hv, state, HV: gl.constexpr, IS_KDA: gl.constexpr):
-    """Starts copying G of a chunk, or KDA's e^(G_L)."""
-    K: gl.constexpr = 128
-    if IS_KDA:
-        o_k = gl.arange(0, K, layout=line_layout(gl.num_warps()))
-        async_load(m_g, p_g + state * K + o_k, mask=o_k < n_rows * K)
-    else:
-        fetch_vector(m_g, p_g + row * HV + i_hv, n_rows, HV, True)
-
-
-@gluon.jit
-def last_of(smem):
-    """The last of 64 numbers."""
-    return gl.sum(smem.slice(63, 1, 0).load(line_layout(gl.num_warps())), axis=0)
-
-
-@gluon.jit
-def prepare_gates(m_g, m_end, m_begin, scale):
-    """e^(G_L - G) and scale e^G of a chunk, once for all warps."""
-    b_g = m_g.load(line_layout(gl.num_warps()))
-    m_end.store(gl.exp(last_of(m_g) - b_g))
-    m_begin.store(gl.exp(b_g) * scale)
-
-
-@gluon.jit
-def decode_w(m_from, m_to, m_scale, FORMAT: gl.constexpr, SCALED: gl.constexpr):
-    """w's codes as values, times their rows' scales where SCALED."""
-    layout: gl.constexpr = layout_of(m_to, gl.num_warps())
-    ROWS: gl.constexpr = rows_of(layout)
-    for i in gl.static_range(64 // ROWS):
-        b = decode(m_from.slice(i * ROWS, ROWS, 0).load(layout), FORMAT)
-        if SCALED:
-            b = b * m_scale.slice(i * ROWS, ROWS, 0).load(gl.SliceLayout(1, layout))[:, None]
-        m_to.slice(i * ROWS, ROWS, 0).store(b.to(m_to.dtype))
-
-
-@gluon.jit
-def store_state(smem, p, V: gl.constexpr):
-    """A program's columns of a state."""
-    layout: gl.constexpr = layout_of(smem, gl.num_warps())
-    ROWS: gl.constexpr = rows_of(layout)
-    _, offsets = offsets_of(smem, V)
-    for i in gl.static_range(smem.shape[0] // ROWS):
-        gl.store(p + i * ROWS * V + offsets, smem.slice(i * ROWS, ROWS, 0).load(layout))
 
 
 @gluon.jit
