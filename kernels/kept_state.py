@@ -160,6 +160,27 @@ def store_rounded(
 
 
 @triton.jit
+def keys_of_rows(BK: tl.constexpr, BESIDE: tl.constexpr):
+    """The key of every row of a tile in which a thread's BESIDE rows, BK // BESIDE apart, are neighbouring keys."""
+    o_row = tl.arange(0, BK)
+    return o_row % (BK // BESIDE) * BESIDE + o_row // (BK // BESIDE)
+
+
+@triton.jit
+def by_rows(b_x, BESIDE: tl.constexpr):
+    """[BK] in the order of keys → in that of such a tile's rows."""
+    BK: tl.constexpr = b_x.shape[0]
+    return tl.reshape(tl.permute(tl.reshape(b_x, [BK // BESIDE, BESIDE]), (1, 0)), [BK])
+
+
+@triton.jit
+def by_keys(b_x, BESIDE: tl.constexpr):
+    """The inverse of `by_rows`."""
+    BK: tl.constexpr = b_x.shape[0]
+    return tl.reshape(tl.permute(tl.reshape(b_x, [BESIDE, BK // BESIDE]), (1, 0)), [BK])
+
+
+@triton.jit
 def load_scales(
     p_scale,
     state,
@@ -171,6 +192,7 @@ def load_scales(
     FORMAT: tl.constexpr,
     GRANULARITY: tl.constexpr,
     GROUP: tl.constexpr = 0,  # columns that share a scale where those are more than BV
+    BESIDE: tl.constexpr = 1,  # keys side by side in a thread, see `keys_of_rows`
 ):
     """The scales of a state's columns from i_v on, as `round_state` has them; 1 without codes."""
     SHARED_BY: tl.constexpr = GROUP if GROUP else BV
@@ -182,7 +204,8 @@ def load_scales(
     elif GRANULARITY == "tile":
         return tl.load(p_scale + state * GROUPS + i_v // SHARED_BY)
     elif GRANULARITY == "key_row":
-        return tl.load(p_scale + (state * K + o_k) * GROUPS + i_v // SHARED_BY, mask=o_k < K, other=0.0)
+        b_scale = tl.load(p_scale + (state * K + o_k) * GROUPS + i_v // SHARED_BY, mask=o_k < K, other=0.0)
+        return by_rows(b_scale, BESIDE)
     else:
         return tl.load(p_scale + state * V + o_v, mask=o_v < V, other=0.0)
 
@@ -199,9 +222,10 @@ def load_codes(
     FORMAT: tl.constexpr,
     HARDWARE_FP8: tl.constexpr,
     VECTOR: tl.constexpr,
+    BESIDE: tl.constexpr = 1,
 ):
     """Codes that `store_rounded` wrote, as `round_state` has them, zero outside; without codes the values."""
-    o_k = tl.arange(0, BK)
+    o_k = keys_of_rows(BK, BESIDE)
     o_v = i_v + tl.arange(0, BV)
     m = (o_k < K)[:, None] & (o_v < V)[None, :]
     p = p_values + state * K * V + o_k[:, None] * V + tl.max_contiguous(o_v, VECTOR)[None, :]
@@ -229,10 +253,11 @@ def load_kept(
     HARDWARE_FP8: tl.constexpr,
     VECTOR: tl.constexpr,
     GROUP: tl.constexpr = 0,
+    BESIDE: tl.constexpr = 1,
 ):
     """(codes, scales) that `store_rounded` wrote; without codes the values and 1."""
-    b_code = load_codes(p_values, state, i_v, K, V, BK, BV, FORMAT, HARDWARE_FP8, VECTOR)
-    return b_code, load_scales(p_scale, state, i_v, K, V, BK, BV, FORMAT, GRANULARITY, GROUP)
+    b_code = load_codes(p_values, state, i_v, K, V, BK, BV, FORMAT, HARDWARE_FP8, VECTOR, BESIDE)
+    return b_code, load_scales(p_scale, state, i_v, K, V, BK, BV, FORMAT, GRANULARITY, GROUP, BESIDE)
 
 
 @triton.jit
@@ -275,9 +300,10 @@ def load_rounded(
     HARDWARE_FP8: tl.constexpr,
     VECTOR: tl.constexpr,
     GROUP: tl.constexpr = 0,
+    BESIDE: tl.constexpr = 1,
 ):
     """The state that `store_rounded` wrote, float32, zero outside."""
     b_code, b_scale = load_kept(
-        p_values, p_scale, state, i_v, K, V, BK, BV, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR, GROUP
+        p_values, p_scale, state, i_v, K, V, BK, BV, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR, GROUP, BESIDE
     )
     return apply_scale(b_code, b_scale, FORMAT, GRANULARITY)

@@ -15,6 +15,7 @@ import triton.language as tl
 from jlaqat.kernels.kept_state import (
     apply_scale,
     decay_kept,
+    keys_of_rows,
     load_codes,
     load_kept,
     load_rounded,
@@ -259,6 +260,7 @@ def recurrent_backward_kernel(
     GROUP: tl.constexpr,  # columns that share a scale, BV or more
     ROWS: tl.constexpr,  # depths of the sums, see `token_gradients`
     COLUMNS: tl.constexpr,
+    BESIDE: tl.constexpr,  # neighbouring keys in a thread, see `keys_of_rows`
     STAGES: tl.constexpr,
 ):
     """Straight through every rounding; the decayed states are formed again from the saved ones."""
@@ -267,13 +269,14 @@ def recurrent_backward_kernel(
     i_v, i_hv, i_n, i_h = locate_program(H, HV, V, BV)
     o_k = tl.arange(0, BK)
     o_v = i_v + tl.arange(0, BV)
-    m_s = (o_k < K)[:, None] & (o_v < V)[None, :]
-    o_s = (i_n * HV + i_hv) * K * V + o_k[:, None] * V + o_v[None, :]
+    o_row = keys_of_rows(BK, BESIDE)
+    m_s = (o_row < K)[:, None] & (o_v < V)[None, :]
+    o_s = (i_n * HV + i_hv) * K * V + o_row[:, None] * V + o_v[None, :]
     b_ds = tl.load(p_ds + o_s, mask=m_s, other=0.0)
     i_b, first, count = rows_of(p_first, p_count, i_n, T, PER_ROW, RAGGED)
     outputs = (p_dq, p_dk, p_dv, p_dg, p_dbeta)
     dims: tl.constexpr = (HV, K, V, PROGRAMS_V)
-    depths: tl.constexpr = (ROWS, COLUMNS)
+    depths: tl.constexpr = (ROWS, COLUMNS, BESIDE)
     last = tl.maximum(count - 1, 0)
     row = i_b * T + first + last
     own = i_n * LENGTH + last if OWN_ROWS else row  # the token's row in states and gradients
@@ -282,17 +285,30 @@ def recurrent_backward_kernel(
     b_after = b_ds
     if READ_STORED:
         b_after = load_rounded(
-            p_saved, p_saved_scale, own * HV + i_hv, i_v, K, V, BK, BV, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR, GROUP
+            p_saved,
+            p_saved_scale,
+            own * HV + i_hv,
+            i_v,
+            K,
+            V,
+            BK,
+            BV,
+            FORMAT,
+            GRANULARITY,
+            HARDWARE_FP8,
+            VECTOR,
+            GROUP,
+            BESIDE,
         )
     before = tl.maximum(own - 1, 0) * HV + i_hv
-    b_scale = load_scales(p_saved_scale, before, i_v, K, V, BK, BV, FORMAT, GRANULARITY, GROUP)
+    b_scale = load_scales(p_saved_scale, before, i_v, K, V, BK, BV, FORMAT, GRANULARITY, GROUP, BESIDE)
     # All but the first token, from states that were saved; what the next reads is on its way while one is worked on.
     for back in tl.range(0, last, num_stages=STAGES):
         before = (own - back - 1) * HV + i_hv
-        b_code = load_codes(p_saved, before, i_v, K, V, BK, BV, FORMAT, HARDWARE_FP8, VECTOR)
+        b_code = load_codes(p_saved, before, i_v, K, V, BK, BV, FORMAT, HARDWARE_FP8, VECTOR, BESIDE)
         this, this_do, this_scale = token, do, b_scale
         before = tl.maximum(own - back - 2, 0) * HV + i_hv
-        b_scale = load_scales(p_saved_scale, before, i_v, K, V, BK, BV, FORMAT, GRANULARITY, GROUP)
+        b_scale = load_scales(p_saved_scale, before, i_v, K, V, BK, BV, FORMAT, GRANULARITY, GROUP, BESIDE)
         ahead = row - back - 1
         token = load_token(p_q, p_k, p_error, p_g, p_beta, ahead, i_h, i_hv, o_k, o_v, H, HV, K, V, IS_KDA)
         do = tl.load(p_do + (ahead * HV + i_hv) * V + o_v, mask=o_v < V, other=0.0)
@@ -321,7 +337,20 @@ def recurrent_backward_kernel(
             b_after = apply_scale(b_code, this_scale, FORMAT, GRANULARITY)
     if count > 0:
         b_code, b_scale = load_kept(
-            p_values, p_scale, i_n * HV + i_hv, i_v, K, V, BK, BV, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR, GROUP
+            p_values,
+            p_scale,
+            i_n * HV + i_hv,
+            i_v,
+            K,
+            V,
+            BK,
+            BV,
+            FORMAT,
+            GRANULARITY,
+            HARDWARE_FP8,
+            VECTOR,
+            GROUP,
+            BESIDE,
         )
         b_ds = reverse_token(
             outputs,

@@ -23,6 +23,7 @@ from jlaqat.spec import QuantSpec, fit_to_site
 KEY_ROW = 32  # values that share a scale under "key_row"
 BACKWARD_WIDTH = 32  # columns of a backward's program at most: nothing is rounded there, and four fit a multiprocessor
 COLUMNS = 4  # of them side by side in a thread
+NEIGHBOURS = True  # a thread's rows are neighbouring keys, so a warp's are, and vectors over keys stay in their warp
 NEVER = 1 << 30
 
 
@@ -195,7 +196,8 @@ class Call(NamedTuple):
 
     def depths(self) -> dict[str, int]:
         """The same of a thread of a backward, and of its columns."""
-        return {"ROWS": self.depth(COLUMNS, self.warps(states=2)), "COLUMNS": COLUMNS.bit_length() - 1}
+        rows = self.depth(COLUMNS, self.warps(states=2))
+        return {"ROWS": rows, "COLUMNS": COLUMNS.bit_length() - 1, "BESIDE": 1 << rows if NEIGHBOURS else 1}
 
     @property
     def programs_v(self) -> int:

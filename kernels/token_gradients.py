@@ -8,7 +8,7 @@ registers as long as a thread holds elements of both; DEPTH counts how often it 
 import triton
 import triton.language as tl
 
-from jlaqat.kernels.kept_state import decay_kept
+from jlaqat.kernels.kept_state import by_keys, by_rows, decay_kept
 
 
 @triton.jit
@@ -84,28 +84,29 @@ def store_token_gradients(
     IS_KDA: tl.constexpr,
     ROWS: tl.constexpr = 0,  # depths of the sums
     COLUMNS: tl.constexpr = 0,
+    BESIDE: tl.constexpr = 1,  # see `keys_of_rows`: of all that is [BK]
 ):
     """Stores a program's part of a token's gradients; returns that of the state before the token."""
     parts = (row * (HV * PROGRAMS_V) + part) * K + o_k
-    tl.store(p_dq + parts, b_dq, mask=o_k < K)
+    tl.store(p_dq + parts, by_keys(b_dq, BESIDE), mask=o_k < K)
+    b_k_rows = tl.broadcast_to(b_k[:, None], b_ds.shape)
     b_dw = outer_product_added(b_q, b_do, b_ds)
-    b_dupdate = sum_over_keys(b_dw, b_k, ROWS)
+    b_none = tl.zeros([b_dw.shape[0] >> ROWS, b_dw.shape[1]], tl.float32)
+    b_dupdate = tl.sum(add_by_rows(b_dw, b_k_rows, b_none, ROWS), axis=0)
     b_dv = b_beta * b_dupdate
     tl.store(p_dv + (row * HV + i_hv) * V + o_v, b_dv, mask=o_v < V)
     tl.store(p_dbeta + row * (HV * PROGRAMS_V) + part, tl.sum(b_dupdate * b_error, axis=0))
     b_dk = tl.zeros([b_dw.shape[0], b_dw.shape[1] >> COLUMNS], tl.float32)
     b_dk = add_by_columns(b_dw, tl.broadcast_to(b_update[None, :], b_dw.shape), b_dk, COLUMNS)
     b_dk = add_by_columns(b_r, tl.broadcast_to(-b_dv[None, :], b_dw.shape), b_dk, COLUMNS)
-    tl.store(p_dk + parts, tl.sum(b_dk, axis=1), mask=o_k < K)
-    b_dr = outer_product_added(b_k, -b_dv, b_dw)
+    tl.store(p_dk + parts, by_keys(tl.sum(b_dk, axis=1), BESIDE), mask=o_k < K)
+    b_dr = tl.fma(b_k_rows, tl.broadcast_to(-b_dv[None, :], b_dw.shape), b_dw)
     if IS_KDA:
         b_dg = tl.zeros([b_r.shape[0], b_r.shape[1] >> COLUMNS], tl.float32)
         b_dg = add_by_columns(b_r, b_dr, b_dg, COLUMNS)
-        tl.store(p_dg + parts, tl.sum(b_dg, axis=1), mask=o_k < K)
+        tl.store(p_dg + parts, by_keys(tl.sum(b_dg, axis=1), BESIDE), mask=o_k < K)
     else:
-        b_dg = tl.zeros([b_r.shape[0] >> ROWS, b_r.shape[1]], tl.float32)
-        b_dg = add_by_rows(b_r, b_dr, b_dg, ROWS)
-        tl.store(p_dg + row * (HV * PROGRAMS_V) + part, tl.sum(b_dg))
+        tl.store(p_dg + row * (HV * PROGRAMS_V) + part, tl.sum(add_by_rows(b_r, b_dr, b_none, ROWS)))
     return b_dr * b_decay
 
 
@@ -125,7 +126,7 @@ def reverse_token(
     o_v,
     scale,
     dims: tl.constexpr,  # (HV, K, V, programs along V)
-    depths: tl.constexpr,  # of the sums over rows and columns, see above
+    depths: tl.constexpr,  # of the sums over rows and columns, see above; keys side by side, see `keys_of_rows`
     IS_KDA: tl.constexpr,
     FORMAT: tl.constexpr,
     GRANULARITY: tl.constexpr,
@@ -134,8 +135,12 @@ def reverse_token(
     """Stores a program's part of a token's gradients; returns that of the state before the token."""
     p_dq, p_dk, p_dv, p_dg, p_dbeta = outputs
     q, k, b_error, g, beta = token
-    b_k, b_do, b_beta = k.to(tl.float32), do.to(tl.float32), beta.to(tl.float32)
+    BESIDE: tl.constexpr = depths[2]
+    b_q, b_k = by_rows(q.to(tl.float32) * scale, BESIDE), by_rows(k.to(tl.float32), BESIDE)
+    b_do, b_beta = do.to(tl.float32), beta.to(tl.float32)
     b_decay = tl.exp(g.to(tl.float32))
+    if IS_KDA:
+        b_decay = by_rows(b_decay, BESIDE)
     b_r = decay_kept(b_code, b_scale, b_decay, IS_KDA, FORMAT, GRANULARITY)
     if IS_KDA:
         b_decay = b_decay[:, None]
@@ -155,7 +160,7 @@ def reverse_token(
         b_dq * scale,
         b_error,
         b_update,
-        q.to(tl.float32) * scale,
+        b_q,
         b_k,
         b_decay,
         b_beta,
@@ -172,4 +177,5 @@ def reverse_token(
         IS_KDA,
         depths[0],
         depths[1],
+        BESIDE,
     )
