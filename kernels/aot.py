@@ -137,8 +137,13 @@ def compile_pipeline(
     tokens: int = 4096,
     packed: bool = False,
     tuning: Tuning | None = None,
+    hopper: bool | None = None,
 ) -> list[Compiled]:
-    """Compiles every kernel of a forward and a backward. heads: of q and k, and of v."""
+    """Compiles every kernel of a forward and a backward.
+
+    heads: of q and k, and of v. hopper: the kernels written for SM90, where the table names them; None asks Triton's
+    version.
+    """
     h, hv = heads
     n, b, t = (5, 1, tokens) if packed else (batch, batch, tokens)
     q, v = FakeArray((b, t, h, key_dim), dtype), FakeArray((b, t, hv, value_dim), dtype)
@@ -147,6 +152,8 @@ def compile_pipeline(
     beta = FakeArray((b, t, hv), dtype)
     inputs = Inputs(q, q, v, g, beta, state, FakeArray((n + 1,), "int32") if packed else None)
     options = options_for(architecture, scale=key_dim**-0.5, quant=quant, tuning=tuning)
+    if hopper is not None:
+        options = dataclasses.replace(options, hopper=hopper)
     report: list[Compiled] = []
     run = CompileRun(architecture, report)
     out = pipeline.forward(run, inputs, options)
