@@ -51,6 +51,13 @@ def test_whole_and_partial_chunks(kda, quant):
     check(run_both(inputs, quant, torch.float32, tuning=NARROW), torch.float32)
 
 
+@pytest.mark.parametrize("kda, block_v", [(False, 16), (True, 16), (False, 128), (True, 128)])
+def test_int8_tiles_of_other_widths(kda, block_v):
+    """More than one tile, the last one narrower."""
+    inputs = inputs_of(kda=kda, t=70, dv=block_v + 20)
+    check(run_both(inputs, DeltaQuant(state=QuantSpec.int8(block_v=block_v)), torch.float32), torch.float32)
+
+
 @GATES
 def test_packed_sequences_with_empty_ones_and_a_tail(kda):
     """Lengths 0, 5, 66, 0; rows past the end give zero, and what they hold is never read."""
@@ -145,9 +152,9 @@ def test_two_sequences_of_two_heads_in_the_right_places():
 def test_initial_state_is_rounded_first_and_an_empty_sequence_returns_it():
     from jlaqat.rounding import fake_quantize
 
-    inputs = inputs_of(t=4, n=2)
+    inputs = inputs_of(t=4, n=2, dv=148)
     cu_seqlens = torch.tensor([0, 0, 4], dtype=torch.int32)
-    for quant in (INT8, FP8_WIDE):
+    for quant in (INT8, FP8_WIDE, *(DeltaQuant(state=QuantSpec.int8(block_v=block)) for block in (16, 128))):
         q, k, v, g, beta, state = (x.float() for x in inputs)
         options = Options(scale=0.25, quant=quant)
         out = pipeline.forward(poisoned_run, Inputs(q, k, v, g, beta, state, cu_seqlens), options)
