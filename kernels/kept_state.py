@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from jlaqat.kernels.key_order import by_keys, by_rows, keys_of_rows
 from jlaqat.kernels.philox import round_drawn
 from jlaqat.kernels.rounding import (
     INFINITY,
@@ -135,15 +136,17 @@ def store_rounded(
     GRANULARITY: tl.constexpr,
     HARDWARE_FP8: tl.constexpr,
     VECTOR: tl.constexpr,
+    BESIDE: tl.constexpr = 1,  # the order of rows, see `key_order`
 ):
     """Codes (or their bytes) and scales, or values, as they are kept."""
     BK: tl.constexpr = b_code.shape[0]
     BV: tl.constexpr = b_code.shape[1]
     PROGRAMS_V: tl.constexpr = (V + BV - 1) // BV
     o_k = tl.arange(0, BK)
+    o_row = keys_of_rows(BK, BESIDE)
     o_v = i_v + tl.arange(0, BV)
-    m = (o_k < K)[:, None] & (o_v < V)[None, :]
-    p = p_values + state * K * V + o_k[:, None] * V + tl.max_contiguous(o_v, VECTOR)[None, :]
+    m = (o_row < K)[:, None] & (o_v < V)[None, :]
+    p = p_values + state * K * V + o_row[:, None] * V + tl.max_contiguous(o_v, VECTOR)[None, :]
     if FORMAT == "e4m3" or FORMAT == "int8":
         if b_code.dtype == tl.uint8:
             tl.store(p, b_code, mask=m)
@@ -152,32 +155,11 @@ def store_rounded(
         if GRANULARITY == "tile":
             tl.store(p_scale + state * PROGRAMS_V + i_v // BV, b_scale)
         elif GRANULARITY == "key_row":
-            tl.store(p_scale + (state * K + o_k) * PROGRAMS_V + i_v // BV, b_scale, mask=o_k < K)
+            tl.store(p_scale + (state * K + o_k) * PROGRAMS_V + i_v // BV, by_keys(b_scale, BESIDE), mask=o_k < K)
         else:
             tl.store(p_scale + state * V + o_v, b_scale, mask=o_v < V)
     else:
         tl.store(p, b_code.to(p_values.dtype.element_ty), mask=m)
-
-
-@triton.jit
-def keys_of_rows(BK: tl.constexpr, BESIDE: tl.constexpr):
-    """The key of every row of a tile in which a thread's BESIDE rows, BK // BESIDE apart, are neighbouring keys."""
-    o_row = tl.arange(0, BK)
-    return o_row % (BK // BESIDE) * BESIDE + o_row // (BK // BESIDE)
-
-
-@triton.jit
-def by_rows(b_x, BESIDE: tl.constexpr):
-    """[BK] in the order of keys → in that of such a tile's rows."""
-    BK: tl.constexpr = b_x.shape[0]
-    return tl.reshape(tl.permute(tl.reshape(b_x, [BK // BESIDE, BESIDE]), (1, 0)), [BK])
-
-
-@triton.jit
-def by_keys(b_x, BESIDE: tl.constexpr):
-    """The inverse of `by_rows`."""
-    BK: tl.constexpr = b_x.shape[0]
-    return tl.reshape(tl.permute(tl.reshape(b_x, [BESIDE, BK // BESIDE]), (1, 0)), [BK])
 
 
 @triton.jit
@@ -192,7 +174,7 @@ def load_scales(
     FORMAT: tl.constexpr,
     GRANULARITY: tl.constexpr,
     GROUP: tl.constexpr = 0,  # columns that share a scale where those are more than BV
-    BESIDE: tl.constexpr = 1,  # keys side by side in a thread, see `keys_of_rows`
+    BESIDE: tl.constexpr = 1,  # the order of rows, see `key_order`
 ):
     """The scales of a state's columns from i_v on, as `round_state` has them; 1 without codes."""
     SHARED_BY: tl.constexpr = GROUP if GROUP else BV

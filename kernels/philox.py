@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from jlaqat.kernels.key_order import keys_of_rows
 from jlaqat.kernels.rounding import SHIFT
 
 TOP = tl.constexpr(0x7F800000)
@@ -33,11 +34,12 @@ def draw_words(
     BK: tl.constexpr,
     BV: tl.constexpr,
     SEED: tl.constexpr,
+    BESIDE: tl.constexpr = 1,  # the order of rows, see `key_order`
 ):
     """uint32 [BK, BV]: the random bits of the columns i_v..i_v+BV of a state [K, V]. All counters are int32 scalars."""
     k0 = tl.full([1, 1], SEED, tl.uint32)
     k1 = tl.full([1, 1], 0, tl.uint32) + step.to(tl.uint32, bitcast=True)
-    o_k = tl.arange(0, BK)[:, None]
+    o_k = keys_of_rows(BK, BESIDE)[:, None]
     if V % 4 == 0:  # a block of four words holds four values of a row
         BLOCKS: tl.constexpr = BV // 4
         block = (o_k * (V // 4) + i_v // 4 + tl.arange(0, BLOCKS)[None, :]).to(tl.uint32)

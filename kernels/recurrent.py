@@ -15,7 +15,6 @@ import triton.language as tl
 from jlaqat.kernels.kept_state import (
     apply_scale,
     decay_kept,
-    keys_of_rows,
     load_codes,
     load_kept,
     load_rounded,
@@ -23,6 +22,7 @@ from jlaqat.kernels.kept_state import (
     round_kept,
     store_rounded,
 )
+from jlaqat.kernels.key_order import by_rows, keys_of_rows
 from jlaqat.kernels.philox import draw_words
 from jlaqat.kernels.rounding import INTERPRETED
 from jlaqat.kernels.token_gradients import outer_product_added, reverse_token, sum_over_keys
@@ -125,20 +125,23 @@ def recurrent_forward_kernel(
     HARDWARE_FP8: tl.constexpr,
     VECTOR: tl.constexpr,
     ROWS: tl.constexpr,  # depth of the sums over keys, see `token_gradients`
+    BESIDE: tl.constexpr,  # the order of rows, see `key_order`
 ):
+    # The interpreter compares bits with a flush of replay, which decays the state and sums in the plain way.
+    DEPTH: tl.constexpr = 0 if INTERPRETED else ROWS
+    ORDER: tl.constexpr = 1 if INTERPRETED else BESIDE
     i_v, i_hv, i_n, i_h = locate_program(H, HV, V, BV)
     o_k = tl.arange(0, BK)
     o_v = i_v + tl.arange(0, BV)
     state = i_n * HV + i_hv
     b_entering, b_scale = load_kept(
-        p_values, p_scale, state, i_v, K, V, BK, BV, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR
+        p_values, p_scale, state, i_v, K, V, BK, BV, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR, 0, ORDER
     )
     b_code = b_entering.to(tl.float32)
-    # The interpreter compares bits with a flush of replay, which decays the state and sums in the plain way.
-    DEPTH: tl.constexpr = 0 if INTERPRETED else ROWS
     i_b, first, count = rows_of(p_first, p_count, i_n, T, PER_ROW, RAGGED)
-    o_s = o_k[:, None] * V + o_v[None, :]
-    m_s = (o_k < K)[:, None] & (o_v < V)[None, :]
+    o_row = keys_of_rows(BK, ORDER)
+    o_s = o_row[:, None] * V + o_v[None, :]
+    m_s = (o_row < K)[:, None] & (o_v < V)[None, :]
     if FEEDBACK:
         b_lost = tl.load(p_lost + state * K * V + o_s, mask=m_s, other=0.0)
     if RAGGED:  # noqa: SIM102 (no branch where the number is known)
@@ -156,6 +159,7 @@ def recurrent_forward_kernel(
                 GRANULARITY,
                 HARDWARE_FP8,
                 VECTOR,
+                ORDER,
             )
             if FEEDBACK:
                 tl.store(p_lost_out + state * K * V + o_s, b_lost, mask=m_s)
@@ -170,11 +174,13 @@ def recurrent_forward_kernel(
         sequence, step = tl.load(p_counters + state * 4 + 2), tl.load(p_counters + state * 4 + 3)
     q, k, v, g, beta = load_token(p_q, p_k, p_v, p_g, p_beta, row, i_h, i_hv, o_k, o_v, H, HV, K, V, IS_KDA)
     for t in range(count):
-        b_q = q.to(tl.float32) * scale
-        b_k = k.to(tl.float32)
+        b_q = by_rows(q.to(tl.float32) * scale, ORDER)
+        b_k = by_rows(k.to(tl.float32), ORDER)
         b_v = v.to(tl.float32)
         b_beta = beta.to(tl.float32)
         b_decay = tl.exp(g.to(tl.float32))
+        if IS_KDA:
+            b_decay = by_rows(b_decay, ORDER)
         ahead = row + tl.minimum(count - 1 - t, 1)
         q, k, v, g, beta = load_token(p_q, p_k, p_v, p_g, p_beta, ahead, i_h, i_hv, o_k, o_v, H, HV, K, V, IS_KDA)
         if INTERPRETED:
@@ -192,7 +198,7 @@ def recurrent_forward_kernel(
             b_s += b_lost
             b_lost = b_s
         if DRAWN:
-            words = draw_words(rounds + t + 1, layer_and_head, sequence, step, i_v, V, BK, BV, SEED)
+            words = draw_words(rounds + t + 1, layer_and_head, sequence, step, i_v, V, BK, BV, SEED, ORDER)
             b_kept, b_code, b_scale = round_kept(b_s, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR, words, DRAWN)
         else:
             b_kept, b_code, b_scale = round_kept(b_s, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR)
@@ -205,13 +211,37 @@ def recurrent_forward_kernel(
             if (t + 1) % STRIDE == 0:
                 saved = (slot + (t + 1) // STRIDE - 1) * HV + i_hv
                 store_rounded(
-                    p_saved, p_saved_scale, saved, b_kept, b_scale, i_v, K, V, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR
+                    p_saved,
+                    p_saved_scale,
+                    saved,
+                    b_kept,
+                    b_scale,
+                    i_v,
+                    K,
+                    V,
+                    FORMAT,
+                    GRANULARITY,
+                    HARDWARE_FP8,
+                    VECTOR,
+                    ORDER,
                 )
                 if SAVE_LOST:
                     tl.store(p_saved_lost + saved * K * V + o_s, b_lost, mask=m_s)
         if t == count - 1:
             store_rounded(
-                p_values_out, p_scale_out, state, b_kept, b_scale, i_v, K, V, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR
+                p_values_out,
+                p_scale_out,
+                state,
+                b_kept,
+                b_scale,
+                i_v,
+                K,
+                V,
+                FORMAT,
+                GRANULARITY,
+                HARDWARE_FP8,
+                VECTOR,
+                ORDER,
             )
             if FEEDBACK:
                 tl.store(p_lost_out + state * K * V + o_s, b_lost, mask=m_s)
@@ -260,7 +290,7 @@ def recurrent_backward_kernel(
     GROUP: tl.constexpr,  # columns that share a scale, BV or more
     ROWS: tl.constexpr,  # depths of the sums, see `token_gradients`
     COLUMNS: tl.constexpr,
-    BESIDE: tl.constexpr,  # neighbouring keys in a thread, see `keys_of_rows`
+    BESIDE: tl.constexpr,  # neighbouring keys in a thread, see `key_order`
     STAGES: tl.constexpr,
 ):
     """Straight through every rounding; the decayed states are formed again from the saved ones."""

@@ -23,7 +23,7 @@ from jlaqat.spec import QuantSpec, fit_to_site
 KEY_ROW = 32  # values that share a scale under "key_row"
 BACKWARD_WIDTH = 32  # columns of a backward's program at most: nothing is rounded there, and four fit a multiprocessor
 COLUMNS = 4  # of them side by side in a thread
-NEIGHBOURS = True  # a thread's rows are neighbouring keys, so a warp's are, and vectors over keys stay in their warp
+NEIGHBOURS = True  # keys of a thread, see `key_order`
 NEVER = 1 << 30
 
 
@@ -178,7 +178,8 @@ class Call(NamedTuple):
         The fewer columns it has side by side, the more rows, and the shorter a sum's way between threads; amax of key
         rows, and what a backward sums over columns, are the other way round.
         """
-        narrow = {"tile": 2 if self.width >= 64 else 4, "key_row": 8, "value_row": 2}.get(self.granularity, 8)
+        plain = 4 if self.format == "float32" else 8
+        narrow = {"tile": 2 if self.width >= 64 else 4, "key_row": 8, "value_row": 2}.get(self.granularity, plain)
         return self.options.vector or (16 if backward else narrow)
 
     def warps(self, states: int = 1) -> int:
@@ -299,6 +300,7 @@ def forward(
     save_lost = feedback and slots > 0 and stride != 1
     inputs, constants = call.ragged()
     warps = call.warps(states=2 if call.drawn or feedback else 1)
+    rows = call.depth(call.vector(), warps)
     launch = Launch(
         kernel=recurrent.recurrent_forward_kernel,
         grid=call.programs,
@@ -328,8 +330,9 @@ def forward(
             "SAVE_LOST": save_lost,
             "DRAWN": call.drawn,
             "SEED": options.state.seed if call.drawn and options.state else 0,
-            # Four sums side by side hide how long one takes from term to term.
-            "ROWS": max(call.depth(call.vector(), warps) - (call.vector() < 4), 0),
+            # Four sums side by side (eight of float32) hide how long one takes from term to term.
+            "ROWS": max(rows - (call.vector() < 4 or call.format == "float32"), 0),
+            "BESIDE": 1 << rows if NEIGHBOURS else 1,
         },
         num_warps=warps,
         num_stages=1,

@@ -8,7 +8,8 @@ registers as long as a thread holds elements of both; DEPTH counts how often it 
 import triton
 import triton.language as tl
 
-from jlaqat.kernels.kept_state import by_keys, by_rows, decay_kept
+from jlaqat.kernels.kept_state import decay_kept
+from jlaqat.kernels.key_order import by_keys, by_rows
 
 
 @triton.jit
@@ -84,7 +85,7 @@ def store_token_gradients(
     IS_KDA: tl.constexpr,
     ROWS: tl.constexpr = 0,  # depths of the sums
     COLUMNS: tl.constexpr = 0,
-    BESIDE: tl.constexpr = 1,  # see `keys_of_rows`: of all that is [BK]
+    BESIDE: tl.constexpr = 1,  # see `key_order`: of all that is [BK]
 ):
     """Stores a program's part of a token's gradients; returns that of the state before the token."""
     parts = (row * (HV * PROGRAMS_V) + part) * K + o_k
@@ -126,7 +127,7 @@ def reverse_token(
     o_v,
     scale,
     dims: tl.constexpr,  # (HV, K, V, programs along V)
-    depths: tl.constexpr,  # of the sums over rows and columns, see above; keys side by side, see `keys_of_rows`
+    depths: tl.constexpr,  # of the sums over rows and columns, see above; keys side by side, see `key_order`
     IS_KDA: tl.constexpr,
     FORMAT: tl.constexpr,
     GRANULARITY: tl.constexpr,
