@@ -191,7 +191,8 @@ def recurrent_forward_kernel(
         b_r = b_beta * b_error
         if STRIDE == 1:
             tl.store(p_error + (row * HV + i_hv) * V + o_v, b_error, mask=o_v < V)
-        b_s = outer_product_added(b_k, b_r, b_s)
+        # INT8's bytes are packed by four columns side by side: there the state stays in the order of its rows.
+        b_s = outer_product_added(b_k, b_r, b_s, 0 if FORMAT == "int8" else DEPTH)
         if not READ_STORED:
             b_o = sum_over_keys(b_s, b_q, DEPTH)
         if FEEDBACK:

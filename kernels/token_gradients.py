@@ -13,9 +13,22 @@ from jlaqat.kernels.key_order import by_keys, by_rows
 
 
 @triton.jit
-def outer_product_added(b_x, b_y, b_z):
-    """z + x yᵀ, for x [BK], y [BV] and z [BK, BV]."""
-    return tl.fma(tl.broadcast_to(b_x[:, None], b_z.shape), tl.broadcast_to(b_y[None, :], b_z.shape), b_z)
+def outer_product_added(b_x, b_y, b_z, DEPTH: tl.constexpr = 0):
+    """z + x yᵀ, for x [BK] or [BK, BV], y [BV] and z [BK, BV].
+
+    Halved as in sums of x's rows, the product takes x as they lie there, and only one order of x is ever made.
+    """
+    if len(b_x.shape) == 1:
+        return outer_product_added(tl.broadcast_to(b_x[:, None], b_z.shape), b_y, b_z, DEPTH)
+    elif DEPTH == 0:
+        return tl.fma(b_x, tl.broadcast_to(b_y[None, :], b_z.shape), b_z)
+    else:
+        HALF: tl.constexpr = [2, b_z.shape[0] // 2, b_z.shape[1]]
+        b_x0, b_x1 = tl.split(tl.permute(tl.reshape(b_x, HALF), (1, 2, 0)))
+        b_z0, b_z1 = tl.split(tl.permute(tl.reshape(b_z, HALF), (1, 2, 0)))
+        b_z0 = outer_product_added(b_x0, b_y, b_z0, DEPTH - 1)
+        b_z1 = outer_product_added(b_x1, b_y, b_z1, DEPTH - 1)
+        return tl.reshape(tl.permute(tl.join(b_z0, b_z1), (2, 0, 1)), b_z.shape)
 
 
 @triton.jit
@@ -101,7 +114,7 @@ def store_token_gradients(
     b_dk = add_by_columns(b_dw, tl.broadcast_to(b_update[None, :], b_dw.shape), b_dk, COLUMNS)
     b_dk = add_by_columns(b_r, tl.broadcast_to(-b_dv[None, :], b_dw.shape), b_dk, COLUMNS)
     tl.store(p_dk + parts, by_keys(tl.sum(b_dk, axis=1), BESIDE), mask=o_k < K)
-    b_dr = tl.fma(b_k_rows, tl.broadcast_to(-b_dv[None, :], b_dw.shape), b_dw)
+    b_dr = outer_product_added(b_k, -b_dv, b_dw, ROWS)
     if IS_KDA:
         b_dg = tl.zeros([b_r.shape[0], b_r.shape[1] >> COLUMNS], tl.float32)
         b_dg = add_by_columns(b_r, b_dr, b_dg, COLUMNS)
