@@ -25,6 +25,7 @@ from jlaqat.testing import make_inputs
 RESULTS = pathlib.Path(__file__).parent / "results"
 TOKENS, WINDOW = 4000, 100
 POLICIES = {
+    "float16": DecodePolicy(state=QuantSpec.float16()),
     "float16, stochastic (vllm_fp16_sr)": DecodePolicy.preset("vllm_fp16_sr"),
     "bfloat16 (tpu_bf16)": DecodePolicy.preset("tpu_bf16"),
     "bfloat16, replay 16 (sglang_replay)": DecodePolicy.preset("sglang_replay"),
@@ -32,6 +33,8 @@ POLICIES = {
     "E4M3, value rows, stochastic": DecodePolicy.preset("vllm_fp8", rounding="stochastic"),
     "E4M3, tile 32, amax to 240 (sglang_fp8)": DecodePolicy.preset("sglang_fp8"),
     "E4M3, tile 64, stored readout (modelopt)": DecodePolicy.preset("modelopt"),
+    "E5M2, tile 64": DecodePolicy(state=QuantSpec(format="e5m2")),
+    "INT8, tile 64": DecodePolicy(state=QuantSpec.int8()),
     "INT8, value rows (vllm_int8)": DecodePolicy.preset("vllm_int8"),
     "INT8, value rows, stochastic": DecodePolicy.preset("vllm_int8", rounding="stochastic"),
     "INT8, value rows, error feedback": DecodePolicy.preset("vllm_int8", error_feedback=True),
@@ -83,7 +86,8 @@ def plot(report: dict, path: pathlib.Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(1, len(report["kinds"]), figsize=(15, 6), sharey=True)
-    colours = plt.get_cmap("tab20").colors
+    colours = [*plt.get_cmap("tab20").colors, *plt.get_cmap("tab20b").colors]
+    assert len(report["policies"]) <= len(colours)
     middle = [WINDOW * (i + 0.5) for i in range(TOKENS // WINDOW)]
     for axis, kind in zip(axes, report["kinds"]):
         for colour, (name, curves) in zip(colours, report["policies"].items()):
