@@ -191,8 +191,8 @@ def recurrent_forward_kernel(
         b_r = b_beta * b_error
         if STRIDE == 1:
             tl.store(p_error + (row * HV + i_hv) * V + o_v, b_error, mask=o_v < V)
-        # INT8's bytes are packed by four columns side by side: there the state stays in the order of its rows.
-        b_s = outer_product_added(b_k, b_r, b_s, 0 if FORMAT == "int8" else DEPTH)
+        # Not with INT8, whose bytes are packed by four columns side by side, nor on SM80, where it would spill.
+        b_s = outer_product_added(b_k, b_r, b_s, DEPTH if HARDWARE_FP8 and FORMAT != "int8" else 0)
         if not READ_STORED:
             b_o = sum_over_keys(b_s, b_q, DEPTH)
         if FEEDBACK:

@@ -114,7 +114,7 @@ def store_token_gradients(
     b_dk = add_by_columns(b_dw, tl.broadcast_to(b_update[None, :], b_dw.shape), b_dk, COLUMNS)
     b_dk = add_by_columns(b_r, tl.broadcast_to(-b_dv[None, :], b_dw.shape), b_dk, COLUMNS)
     tl.store(p_dk + parts, by_keys(tl.sum(b_dk, axis=1), BESIDE), mask=o_k < K)
-    b_dr = outer_product_added(b_k, -b_dv, b_dw, ROWS)
+    b_dr = outer_product_added(b_k, -b_dv, b_dw, 0 if IS_KDA else ROWS)  # KDA's would spill with Triton 3.7
     if IS_KDA:
         b_dg = tl.zeros([b_r.shape[0], b_r.shape[1] >> COLUMNS], tl.float32)
         b_dg = add_by_columns(b_r, b_dr, b_dg, COLUMNS)
