@@ -1,6 +1,7 @@
 """Kernels compiled through JAX are kept on disk, and taken from there by the next process."""
 
 import importlib.util
+import json
 import pathlib
 
 import jax
@@ -44,6 +45,19 @@ def compiled(tmp_path, monkeypatch):
     return modules
 
 
+def double_in_gluon():
+    """A kernel whose threads take one number each; Triton's language would have them take eight."""
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+
+    @gluon.jit
+    def double_kernel(p_x, p_y):
+        o = gl.arange(0, 1024, layout=gl.BlockedLayout([1], [32], [4], [0]))
+        gl.store(p_y + o, gl.load(p_x + o) * 2)
+
+    return double_kernel
+
+
 def kept(tmp_path):
     return list(pathlib.Path(tmp_path).rglob(compile_cache.FILE))
 
@@ -83,3 +97,20 @@ def test_installing_twice_changes_nothing(compiled):
     once = triton_lib.compile_ttir_inplace
     compile_cache.install()
     assert triton_lib.compile_ttir_inplace is once
+
+
+def test_gluon_is_compiled_with_its_own_passes(compiled, tmp_path):
+    from jlaqat.kernel_calls import run
+    from jlaqat.kernels.launch import Buffer, Launch
+
+    def double(x):
+        outputs = {"p_y": Buffer((1024,), "float16")}
+        return run(Launch(kernel=double_in_gluon(), grid=1, inputs={"p_x": x}, outputs=outputs, constants={}))["p_y"]
+
+    with jlaqat.compile_for(90):
+        x = jax.ShapeDtypeStruct((1024,), jnp.float16)
+        jax.jit(double).trace(x).lower(lowering_platforms=("cuda",))
+    assert len(compiled) == 1
+    (path,) = kept(tmp_path)
+    ptx = json.loads(path.read_text())["binary"]
+    assert "ld.global.b16" in ptx and "ld.global.v4" not in ptx
