@@ -319,6 +319,36 @@ def test_a_train_step_goes_through_the_decoded_suffix(one_layer):
         assert np.isfinite(leaf[...]).all() and np.any(leaf[...]), path
 
 
+@pytest.mark.slow
+def test_scan_over_layers_with_remat_has_the_gradients_of_the_loop():
+    """Packed, with prefixes, by replay, rounded stochastically: bit for bit, every parameter.
+
+    Without fusions: those reach across a loop's layers, and a last bit that they change may tip a code.
+    """
+    tokens = np.random.default_rng(3).integers(0, 16, (1, 21)).astype(np.int32)
+    bounds = dict(cu_seqlens=np.array([0, 9, 9, 20], np.int32), prefix_lengths=np.array([3, 0, 4], np.int32))
+    stochastic = {**INT8, "cfg": {**INT8["cfg"], "rounding": "stochastic"}}
+    unfused = {"xla_disable_hlo_passes": "fusion", "xla_llvm_disable_expensive_passes": True}
+    unfused["xla_backend_optimization_level"] = 0
+
+    def gradients(**options):
+        config = dataclasses.replace(CONFIG, num_layers=4, **options)
+        rules = [stochastic, {"module_name": "*", "cfg": REPLAY}]
+        model = jlaqat.quantize(jlaqat.DecoderLM(config, rngs=nnx.Rngs(0)), rules)
+        graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+        def loss(params):
+            return jnp.square(nnx.merge(graph, params, rest)(tokens, **bounds)[:, :20]).mean()
+
+        compiled = jax.jit(jax.grad(loss)).lower(params).compile(compiler_options=unfused)
+        return jax.tree.leaves_with_path(nnx.to_pure_dict(compiled(params)))
+
+    for (path, wanted), (_, found) in zip(gradients(), gradients(scan_layers=True, remat=True), strict=True):
+        name = jax.tree_util.keystr(path)
+        assert np.isfinite(wanted).all() and np.any(wanted), name
+        assert np.asarray(found).tobytes() == np.asarray(wanted).tobytes(), name
+
+
 # ---- studies ---------------------------------------------------------------------------------------------------------
 
 
