@@ -5,6 +5,7 @@ As `jlaqat.decode_triton` and `decode_replay_triton` launch them: the same launc
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -74,32 +75,37 @@ def token_backward(
     dS: torch.Tensor,
     every: int,
 ) -> Gradients:
-    """saved: what the forward saved with this `every`."""
+    """saved: what the forward saved with this `every`.
+
+    Segments of at most so many tokens of every sequence, last first: run again from a saved state, then reversed.
+    """
     T = tokens.q.shape[1]
     if every > 1 and span is None and every >= T:
         given = (run.torch_run, tokens, state, options)
         saved, every = recurrent_pipeline.forward(*given, counters=counters, stride=1).saved, 1
-    if every > 1:
-        return _by_segments(options, tokens, state, span, counters, saved, do, dS, min(every, T))
-    assert saved is not None
-    bounds = None if span is None else span.bounds
-    out = recurrent_pipeline.backward(run.torch_run, tokens, state, saved, do, dS, options, bounds=bounds)
-    return Gradients(*(_only(span, x) for x in out[:5]), out.state)
+    if every == 1:
+        assert saved is not None
+        bounds = None if span is None else span.bounds
+        out = recurrent_pipeline.backward(run.torch_run, tokens, state, saved, do, dS, options, bounds=bounds)
+        return Gradients(*(_only(span, x) for x in out[:5]), out.state)
+    gradients = [torch.zeros(x.shape, dtype=torch.float32, device=do.device) for x in tokens]
+    most = min(every, T)
+    for done, window, entering in _segments(state, span, saved, do.shape[0], T, most):
+        which = {"bounds": window, "most": most}
+        words = None if counters is None else torch.cat([counters[..., :1] + done, counters[..., 1:]], -1)
+        again = recurrent_pipeline.forward(run.torch_run, tokens, entering, options, counters=words, stride=1, **which)
+        assert again.saved is not None
+        into = Gradients(*gradients, None)
+        given = (run.torch_run, tokens, entering, again.saved, do, dS, options)
+        *gradients, dS = recurrent_pipeline.backward(*given, into=into, **which)
+    return Gradients(*gradients, dS)
 
 
-def _by_segments(
-    options: Options,
-    tokens: Tokens,
-    state: State,
-    span: Span | None,
-    counters: torch.Tensor | None,
-    saved: State | None,
-    do: torch.Tensor,
-    dS: torch.Tensor,
-    most: int,
-) -> Gradients:
-    """At most so many tokens of every sequence at a time, last first: run again from a saved state, then reversed."""
-    (B, T), N, device = do.shape[:2], dS.shape[0], do.device
+def _segments(
+    state: State, span: Span | None, saved: State | None, B: int, T: int, most: int
+) -> Iterator[tuple[int, Bounds, State]]:
+    """Last first: tokens of a sequence before the segment, which tokens it has, and the states that enter it."""
+    N, device = state.values.shape[0], state.values.device
     if span is None:
         bounds = Bounds(*(torch.full((N,), x, dtype=torch.int32, device=device) for x in (0, T)))
     else:
@@ -114,18 +120,9 @@ def _by_segments(
         # A sequence that has no token in this segment takes any state, and leaves it alone.
         return State(*(None if x is None else x.flatten(0, 1)[row * slots + slot] for x in saved))
 
-    gradients = [torch.zeros(x.shape, dtype=torch.float32, device=device) for x in tokens]
     for segment in reversed(range(-(-(T if span is None else span.most) // most))):
         done = most * segment
-        window = Bounds(bounds.first + done, (bounds.count - done).clamp(0, most))
-        kept, which = entering(segment), {"bounds": window, "most": most}
-        words = None if counters is None else torch.cat([counters[..., :1] + done, counters[..., 1:]], -1)
-        again = recurrent_pipeline.forward(run.torch_run, tokens, kept, options, counters=words, stride=1, **which)
-        assert again.saved is not None
-        into = Gradients(*gradients, None)
-        given = (run.torch_run, tokens, kept, again.saved, do, dS, options)
-        *gradients, dS = recurrent_pipeline.backward(*given, into=into, **which)
-    return Gradients(*gradients, dS)
+        yield done, Bounds(bounds.first + done, (bounds.count - done).clamp(0, most)), entering(segment)
 
 
 # ---- mode "replay" ---------------------------------------------------------------------------------------------------
