@@ -168,6 +168,12 @@ def over_explicit_mesh(function: Callable[..., Any], operands: Any, layouts: Any
     out_specs = jax.tree.map(lambda layout: _spec(layout, cut), wanted)
     manual = frozenset(a for a, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Explicit)
     in_specs = [_spec(layout, cut) for layout in named]
-    placed = tree.unflatten([jax.sharding.reshard(x, spec) for x, spec in zip(leaves, in_specs, strict=True)])
     call = jax.shard_map(local, mesh=mesh, in_specs=(tree.unflatten(in_specs),), out_specs=out_specs, axis_names=manual)
-    return call(placed)
+
+    def placed(leaves: Any) -> Any:
+        on_mesh = [jax.sharding.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(leaves, in_specs, strict=True)]
+        return call(tree.unflatten(on_mesh))
+
+    if jax.sharding.get_abstract_mesh().empty:  # outside of jax.set_mesh; jit takes the devices from the operands
+        return jax.jit(placed)(leaves)
+    return placed(leaves)

@@ -273,6 +273,20 @@ def test_explicit_mesh_changes_no_bit(quant):
         np.testing.assert_allclose(got[0][name], a, rtol=1e-4, atol=1e-6)
 
 
+def test_explicit_mesh_needs_no_mesh_context():
+    """Operands alone say how they are cut, under jit and not, without jax.set_mesh."""
+    mesh = jax.make_mesh((2, 2), ("b", "h"), axis_types=EXPLICIT, devices=jax.devices()[:4])
+    x, quant = operands(B=2, T=3, H=2, HV=4, V=32), DecodePolicy.preset("vllm_int8")
+    specs = {name: P("b", None, "h") for name in x} | {"initial_state": P("b", "h")}
+    placed = {name: jax.device_put(a, NamedSharding(mesh, specs[name])) for name, a in x.items()}
+    run = functools.partial(decode, quant=quant, backend="xla")
+    wanted, carry = jax.jit(run)(x)
+    for call in (run, jax.jit(run)):
+        o, cut = call(placed)
+        assert np.array_equal(o, wanted) and np.array_equal(cut.values, carry.values)
+        assert o.sharding.spec[:3] == ("b", None, "h")
+
+
 # ------------------------------------------------------------------ transformations
 
 

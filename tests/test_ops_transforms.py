@@ -248,3 +248,15 @@ def test_explicit_mesh_is_a_shard_map(gate):
     assert not [op for op in ("all-gather", "all-reduce", "all-to-all") if op in compiled.as_text()]
     assert_same(got, (wanted[0][1], wanted[1]))
     assert got[0][0].sharding.spec[:3] == ("b", None, "h")
+
+
+def test_explicit_mesh_needs_no_mesh_context():
+    """Operands alone say how they are cut, under jit and not, without jax.set_mesh."""
+    x, wanted = plain("gdn", STOCHASTIC)
+    explicit = jax.make_mesh((4, 2), ("b", "h"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    placed = {name: jax.device_put(a, NamedSharding(explicit, SHARDED[name])) for name, a in x.items()}
+    (_, results), gradients = jax.jit(lambda x: value_and_gradients(x, quant=STOCHASTIC))(placed)
+    assert_same((results, gradients), (wanted[0][1], wanted[1]))
+    o, _ = jlaqat.delta_rule(**placed, quant=STOCHASTIC)
+    assert_close(o, wanted[0][1][0], 1e-6)
+    assert results[0].sharding.spec[:3] == o.sharding.spec[:3] == ("b", None, "h")
