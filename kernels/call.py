@@ -87,7 +87,8 @@ class Options:
     tuning: launch parameters; None takes them from the architecture's table.
     merge_precision: of the products that join the inverse's blocks: "tf32", "tf32x3", "ieee" or, GDN only, "float16".
       None takes "tf32x3" for float32 inputs and for 16-bit ones, which hold the inverse less exactly than that,
-      "float16" (GDN) or "tf32" (KDA). With "float16" a pair's beta k.k above 65,504 becomes NaN.
+      "float16" (GDN) or "tf32" (KDA). With "float16" an element of A (beta_i e^(G_i - G_j) k_i.k_j of rows i > j) or of
+      its inverse beyond 65,504 in magnitude is infinite, and nearly all of that chunk's inverse becomes NaN.
     """
 
     scale: float
