@@ -46,6 +46,10 @@ def assert_same_bits(a, b):
 PRESETS = {
     "serving": DecodePolicy.preset("serving", window=5),
     "hadamard": HADAMARD,
+    "modelopt_int8": DecodePolicy.preset("modelopt_int8"),
+    "vllm_fp16_sr": DecodePolicy.preset("vllm_fp16_sr"),
+    "feedback": FEEDBACK,
+    "reencode": dataclasses.replace(FACTORS, encoding="reencode"),
     **{
         name: pytest.param(policy, marks=slow)
         for name, policy in {
@@ -53,13 +57,11 @@ PRESETS = {
             "factors": FACTORS,
             "modelopt": DecodePolicy.preset("modelopt"),
             "flashinfer_cast": DecodePolicy.preset("flashinfer_cast"),
-            "vllm_fp16_sr": DecodePolicy.preset("vllm_fp16_sr"),
             "vllm_int8": DecodePolicy.preset("vllm_int8"),
             "vllm_fp8": DecodePolicy.preset("vllm_fp8", rounding="stochastic"),
             "sglang_fp8": DecodePolicy.preset("sglang_fp8"),
             "sglang_replay": DecodePolicy.preset("sglang_replay", window=3),
             "tpu_bf16": DecodePolicy.preset("tpu_bf16"),
-            "feedback": FEEDBACK,
             "head": DecodePolicy(state=QuantSpec.int4(granularity="head"), quantize_initial=False),
             "nvfp4": DecodePolicy(state=QuantSpec.nvfp4()),
         }.items()
@@ -78,6 +80,22 @@ def test_the_scan_is_the_definition(policy):
     assert_close(carry.state(), carry_defined.state(), 1e-6, "state")  # of states in float32
     for field in ("position", "cursor"):
         assert np.array_equal(getattr(carry, field), getattr(carry_defined, field)), field
+
+
+@pytest.mark.usefixtures("x64", "compile_quickly")
+@pytest.mark.parametrize("gate", ["gdn", pytest.param("kda", marks=slow)])
+@pytest.mark.parametrize("mode", ["token", pytest.param("replay", marks=slow)])
+def test_the_scan_is_the_definition_after_prefixes_rounded_in_chunks(gate, mode):
+    """One prefix of more than a chunk, which is rounded at its boundary, one of less and none."""
+    x, state = operands(14, B=3, T=71, gate=gate, dtype=np.float64)
+    policy = DecodePolicy(state=QuantSpec.int8(), mode=mode, prefill_state_qdq=True)
+    prefix = np.array([68, 60, 0], np.int32)
+    o, carry = decode(x, state, policy, prefix_lengths=prefix)
+    o_defined, carry_defined = defined(x, state, policy, prefix_lengths=prefix)
+    assert_close(o, o_defined, 1e-12, "o")
+    assert_close(carry.state(), carry_defined.state(), 1e-6, "state")
+    plain = decode(x, state, dataclasses.replace(policy, prefill_state_qdq=False), prefix_lengths=prefix)[0]
+    assert not np.allclose(o[0, 64:], plain[0, 64:], rtol=1e-6)  # the boundary's rounding shows
 
 
 PACKED = dict(cu_seqlens=np.array([0, 6, 6, 13], np.int32))
