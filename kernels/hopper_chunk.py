@@ -5,6 +5,7 @@ of shared memory each, where one buffer serves several tiles in turn, and 128 re
 keep left operands in registers and give both groups of four warps the same columns.
 """
 
+from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
@@ -50,14 +51,43 @@ def decode_rows(m_from, m_to, b_scale, FORMAT: gl.constexpr):
 
 
 @gluon.jit
-def add_products(m_a, m_b, b_sum):
-    """b_sum and the elementwise products of two blocks, slab upon slab."""
+def sum_products(m_a, m_b):
+    """Sums of the elementwise products of two blocks, a number a thread."""
     layout: gl.constexpr = layout_of(m_a, gl.num_warps())
     ROWS: gl.constexpr = rows_of(layout)
+    b_sum = 0.0
     for i in gl.static_range(64 // ROWS):
         a = m_a.slice(i * ROWS, ROWS, 0).load(layout).to(gl.float32)
-        b_sum += a * m_b.slice(i * ROWS, ROWS, 0).load(layout).to(gl.float32)
-    return b_sum
+        b = a * m_b.slice(i * ROWS, ROWS, 0).load(layout).to(gl.float32)
+        b_sum = b if i == 0 else b_sum + b
+    return gl.sum(b_sum.reshape([ROWS, m_a.shape[1] // 8, 8]), axis=2)  # a thread's eight
+
+
+@constexpr_function
+def parts_layout(warps):
+    """[64, groups of four warps]: sums of a product's rows over the columns that a group has."""
+    groups = [[0, 1 << i] for i in range((warps // 4).bit_length() - 1)]
+    lanes = [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout([[8, 0]], lanes, [[16, 0], [32, 0], *groups], [], [64, warps // 4])
+
+
+@gluon.jit
+def sum_parts(b):
+    """Sums of rows over the columns of each group of warps [64, groups]: no warp waits for another."""
+    GROUPS: gl.constexpr = gl.num_warps() // 4
+    parts: gl.constexpr = parts_layout(gl.num_warps())
+    return gl.convert_layout(gl.sum(b.reshape([64, GROUPS, b.shape[1] // GROUPS]), axis=2), parts, assert_trivial=True)
+
+
+@gluon.jit
+def sum_line(smem):
+    """The sum of some numbers, in every warp by itself."""
+    return gl.sum(smem.load(gl.BlockedLayout([2], [32], [gl.num_warps()], [0])), axis=0)
+
+
+@gluon.jit
+def add_both(a, b, c, d):
+    return a + c, b + d
 
 
 @gluon.jit
@@ -124,6 +154,8 @@ def chunk_backward_kernel(
     LEFT_WIDE: gl.constexpr = gl.DotOperandLayout(0, WIDE, 2)
     SLAB: gl.constexpr = slab_layout(128, 16, WARPS)
     TOKENS: gl.constexpr = line_layout(WARPS)
+    PAIRS: gl.constexpr = gl.BlockedLayout([2], [32], [WARPS], [0])  # tokens, all of them in every warp
+    PARTS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     CODES: gl.constexpr = gl.SwizzledSharedLayout(16, 2, 4, [1, 0])  # rows of 64 bytes, read two bytes a thread
 
     pid = gl.program_id(0)
@@ -167,6 +199,8 @@ def chunk_backward_kernel(
         fetch_block(m_h.index(2), p_state, V)
         fetch_block(m_h.index(3), p_state + 64 * V, V)
     commit_group()
+    if STATE_FORMAT != "none":
+        b_scale = load_scales(p_h_scale, state, V, TILE_V, SLAB)
     if W_FORMAT != "none":
         b_ws = load_vector(p_w_scale, row, n_rows, i_hv, HV, ROW)
     o_token = gl.arange(0, 64, layout=TOKENS)  # rows past the end repeat the last G: no difference is ever positive
@@ -212,7 +246,6 @@ def chunk_backward_kernel(
 
     # ve = u - w S and v' = ve + (w less its rounding) S.
     if STATE_FORMAT != "none":
-        b_scale = load_scales(p_h_scale, state, V, TILE_V, SLAB)
         wait_group(1)
         decode_rows(m_h.index(2), m_s.index(0), b_scale, STATE_FORMAT)
         b_c = m_h.index(3).load(SLAB)  # all of it: S will lie where its codes are
@@ -266,8 +299,8 @@ def chunk_backward_kernel(
 
     b_beta = m_g.index(1).load(ROW)
     b_dg = gl.zeros([64], gl.float32, layout=ROW)
-    b_last = gl.zeros([64], gl.float32, layout=ROW)
-    b_state = gl.zeros([2 * WARPS, V], gl.float32, layout=SLAB)
+    b_last = gl.zeros([64, WARPS // 4], gl.float32, layout=parts_layout(WARPS))
+    b_state = 0.0
     for i in gl.static_range(2):
         wait_group(0)
         fence_async_shared()
@@ -279,7 +312,7 @@ def chunk_backward_kernel(
         t_z = warpgroup_mma(m_y.index(z1), m_st, b_zero, use_acc=False, is_async=True)
         m_dst = m_s.index(z1).permute((1, 0))
         t_k = warpgroup_mma(m_vn.index(z1), m_dst, b_zero, use_acc=False, is_async=True)
-        b_state = add_products(m_s.index(1), m_s.index(0), b_state)
+        b_state += sum_products(m_s.index(1), m_s.index(0))
         if i == 0 and STATE_FORMAT != "none":
             o_k = gl.arange(0, 64, layout=gl.SliceLayout(1, SLAB))
             o_v = gl.arange(0, V, layout=gl.SliceLayout(0, SLAB))
@@ -292,7 +325,7 @@ def chunk_backward_kernel(
         b_dq = b_dq * (gl.exp(b_g) * scale)[:, None]
         b_z = b_z * (-gl.exp(b_g))[:, None]
         b_dk = b_dk * gl.exp(g_last - b_g)[:, None]
-        b_last += gl.sum(b_k * b_dk, axis=1)
+        b_last += sum_parts(b_k * b_dk)
         z0 = opaque_zero(T, 4 + 4 * i)
         z1 = opaque_zero(T, 5 + 4 * i)
         t_q = warpgroup_mma(m_k.index(z0), m_xq.index(z0), b_dq, is_async=True)
@@ -300,12 +333,15 @@ def chunk_backward_kernel(
         t_k = warpgroup_mma(m_k.index(z1).permute((1, 0)), m_xq.index(1 + z1), b_dk, is_async=True)
         t_k = warpgroup_mma(b_dab, m_xq.index(z1), t_k, is_async=True)
         if i == 0 and STATE_FORMAT != "none":
-            b_scale = load_scales(p_h_scale, state, V, TILE_V, SLAB)
             m_s.index(1).store((decode(b_c, STATE_FORMAT) * b_scale).to(DTYPE))
         b_dq, b_z, b_dk, b_dab = warpgroup_mma_wait(0, [t_q, t_z, t_k, b_dab])
-        b_dbeta += gl.sum(b_z * b_k, axis=1)
+        b_k = m_xq.index(opaque_zero(T, 10 + i)).load(HALF).to(gl.float32)  # again: 16 registers less meanwhile
+        b_zk = b_z * b_k
         b_z = b_z * b_beta[:, None]
-        b_dg += gl.sum(m_xq.index(1).load(HALF).to(gl.float32) * b_dq + b_k * (b_z - b_dk), axis=1)
+        b_qk = m_xq.index(1).load(HALF).to(gl.float32) * b_dq + b_k * (b_z - b_dk)
+        b_zk, b_qk = gl.reduce((b_zk, b_qk), 1, add_both)  # both at once: warps wait for each other once
+        b_dbeta += b_zk
+        b_dg += b_qk
         m_xq.index(1).store(b_dq.to(DTYPE))
         m_xq.index(0).store((b_dk + b_z).to(DTYPE))
         store_rows(m_xq.index(1), p_dq, row, n_rows, i_hv, 64 - 64 * i, HV, K)
@@ -316,8 +352,17 @@ def chunk_backward_kernel(
             if STATE_FORMAT == "none":
                 fetch_block(m_s.index(1), p_state, V)
             commit_group()
-    last = gl.exp(g_last) * gl.sum(gl.sum(b_state, axis=1), axis=0) + gl.sum(b_last, axis=0)
-    b_dg += gl.where(o_row == n_rows - 1, last, 0.0)
-    gl.store(p_dbeta + row * HV + i_hv + o_row * HV, b_dbeta.to(p_dbeta.dtype.element_ty), mask=o_row < n_rows)
-    b_dg = gl.associative_scan(gl.convert_layout(b_dg, TOKENS), 0, add, reverse=True)
-    gl.store(p_dg + row * HV + i_hv + o_token * HV, b_dg, mask=o_token < n_rows)
+    m_sums = view(m_s, gl.float32, [2, 64], LINE)
+    m_last = view(m_v, gl.float32, [1, 64, WARPS // 4], PARTS)
+    m_state = view(m_k, gl.float32, [2 * WARPS], LINE)
+    m_sums.index(0).store(b_dbeta)
+    m_sums.index(1).store(b_dg)
+    m_last.index(0).store(b_last)
+    m_state.store(gl.sum(b_state, axis=1))
+    last = sum_line(view(m_v, gl.float32, [16 * WARPS], LINE)) + gl.exp(g_last) * sum_line(m_state)
+    o_row = gl.arange(0, 64, layout=PAIRS)
+    b_dg = m_sums.index(1).load(PAIRS) + gl.where(o_row == n_rows - 1, last, 0.0)
+    b_dg = gl.associative_scan(b_dg, 0, add, reverse=True)
+    b_dbeta = m_sums.index(0).load(PAIRS).to(p_dbeta.dtype.element_ty)
+    gl.store(p_dbeta + row * HV + i_hv + o_row * HV, b_dbeta, mask=o_row < n_rows)
+    gl.store(p_dg + row * HV + i_hv + o_row * HV, b_dg, mask=o_row < n_rows)
