@@ -18,7 +18,7 @@ sys.path.insert(0, os.path.dirname(__file__))
 from kernel_launches import kernel_names
 
 import jlaqat
-from jlaqat import DecodePolicy, QuantSpec, kernel_calls
+from jlaqat import DecodePolicy, QuantSpec, decode_policy, decode_triton, kernel_calls
 from jlaqat.testing import make_inputs
 
 SIZES = dict(B=2, H=1, HV=2, K=16, V=40)
@@ -154,3 +154,15 @@ def test_sequences_of_any_lengths_are_one_launch():
     assert names(x, state, {"prefix_lengths": jnp.array([0, 64]), "lengths": jnp.array([70, 65])}) == both
     packed = {name: a[:1] for name, a in x.items()}
     assert names(packed, state, {"cu_seqlens": jnp.array([0, 0, 70])}) == both
+
+
+def test_presets_that_the_kernels_refuse():
+    """`auto` decodes these on xla."""
+    reasons = {
+        name: decode_triton.not_taken(preset.policy, 128, jnp.bfloat16)
+        for name, preset in decode_policy.PRESETS.items()
+    }
+    refused = {name: reason for name, reason in reasons.items() if reason}
+    assert set(refused) == {"sglang_fp8", "flashinfer_cast"}
+    assert refused["sglang_fp8"].endswith("to the format's maximum, not e4m3, tile K×32, amax to 240")
+    assert refused["flashinfer_cast"].endswith("not in mode='handoff'")
