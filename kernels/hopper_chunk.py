@@ -60,7 +60,7 @@ def sum_products(m_a, m_b):
         a = m_a.slice(i * ROWS, ROWS, 0).load(layout).to(gl.float32)
         b = a * m_b.slice(i * ROWS, ROWS, 0).load(layout).to(gl.float32)
         b_sum = b if i == 0 else b_sum + b
-    return gl.sum(b_sum.reshape([ROWS, m_a.shape[1] // 8, 8]), axis=2)  # a thread's eight
+    return gl.sum(gl.reshape(b_sum, [ROWS, m_a.shape[1] // 8, 8]), axis=2)  # a thread's eight
 
 
 @constexpr_function
