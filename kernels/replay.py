@@ -1,9 +1,10 @@
 """Decoding by replay: the state is kept as it was when it was last rounded, beside a ring of the updates since.
 
-`replay_step_kernel` decodes one token and changes checkpoint and ring in place: as a rule it appends an entry and
-writes nothing else. `replay_forward_kernel` walks many tokens through the same functions (`replay_token`), which find
-everything in the same place in registers: both have the same bits. A program holds the columns i_v..i_v+BV of one state
-of one sequence and value head. Contraction is off at launch. The backward: `replay_backward`.
+A step is `replay_step_kernel`, which reads a checkpoint and appends to its ring, and `replay_flush_kernel`, which finds
+nothing to do until a ring is full: the one wants all columns of a state in a program, which share what is read of the
+ring, and few registers, the other the columns that share a scale. `replay_forward_kernel` walks many tokens through the
+same functions, with the same bits (`replay_token`). A program holds the columns i_v..i_v+BV of one state of one
+sequence and value head. Contraction is off at launch. The backward: `replay_backward`.
 
 Formulas: docs/decode.md (mode "replay").
 """
@@ -11,17 +12,20 @@ Formulas: docs/decode.md (mode "replay").
 import triton
 import triton.language as tl
 
-from jlaqat.kernels.kept_state import load_kept, load_rounded, load_scales, store_rounded
+from jlaqat.kernels.kept_state import load_kept, load_rounded, store_rounded
 from jlaqat.kernels.recurrent import load_token, locate_program, rows_of
 from jlaqat.kernels.replay_ring import append, keep_key, load_factor_scale, store_ring, store_update
 from jlaqat.kernels.replay_token import (
-    flush_token,
+    flush_window,
     join_token,
+    load_checkpoint,
+    load_checkpoint_scales,
     load_counters,
     load_lost,
-    load_parts,
     store_lost,
 )
+
+FLUSHED = tl.constexpr(16)  # entries that a flush adds at a time: a matrix product takes no fewer
 
 
 @triton.jit
@@ -32,16 +36,14 @@ def replay_step_kernel(
     p_v,  # [N, 1, HV, V]
     p_g,  # [N, 1, HV] or [N, 1, HV, K] float32
     p_beta,  # [N, 1, HV]
-    p_values,  # in place: [N, HV, K, V], the checkpoints; codes (uint8), 16-bit floats or float32
-    p_scale,  # in place: their scales, see `store_rounded`; any array where there are none
+    p_values,  # [N, HV, K, V], the checkpoints; codes (uint8), 16-bit floats or float32
+    p_scale,  # their scales, see `store_rounded`; any array where there are none
     p_ring_k,  # in place: [N, LENGTH, H, K] float32, bfloat16 or E4M3 codes (uint8)
     p_ring_r,  # in place: [N, LENGTH, HV, V], likewise
     p_ring_g,  # in place: [N, LENGTH, HV] or [N, LENGTH, HV, K] float32
     p_ring_k_scale,  # in place: [N, LENGTH, H] float32, of codes; any array without codes
     p_ring_r_scale,  # in place: [N, LENGTH, HV, programs along V], likewise
     p_cursor,  # [N] int32, entries in the ring
-    p_counters,  # [N, HV, 4] int32, as `recurrent_forward_kernel` has them; any array where not DRAWN
-    p_lost,  # in place: [N, HV, K, V] float32, what the last rounding lost; any array where not FEEDBACK
     p_o,  # out: [N, 1, HV, V]
     p_cursor_out,  # out: [N] int32
     scale,
@@ -56,6 +58,83 @@ def replay_step_kernel(
     IS_KDA: tl.constexpr,
     FORMAT: tl.constexpr,
     GRANULARITY: tl.constexpr,
+    SHARED_BY: tl.constexpr,  # columns that share a scale
+    HARDWARE_FP8: tl.constexpr,
+    VECTOR: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ROW_DEPTH: tl.constexpr,  # see `join_token`
+    ENTRY_DEPTH: tl.constexpr,
+    KEY_DEPTH: tl.constexpr,
+):
+    """A token joins the ring. Where it is the last of its window, `replay_flush_kernel` comes next."""
+    i_v, i_hv, i_n, i_h = locate_program(H, HV, V, BV)
+    o_k = tl.arange(0, BK)
+    o_v = i_v + tl.arange(0, BV)
+    ring = (p_ring_k, p_ring_r, p_ring_g, p_ring_k_scale, p_ring_r_scale)
+    dims: tl.constexpr = (H, HV, K, V, BK, BV, LENGTH, BL, HARDWARE_FP8)
+    head = i_n * HV + i_hv
+    cursor = tl.load(p_cursor + i_n)
+    b_kept = load_checkpoint(p_values, head, i_v, K, V, BK, BV, GROUPS, VECTOR)
+    b_scale = load_checkpoint_scales(p_scale, head, i_v, K, V, BK, BV, FORMAT, GRANULARITY, SHARED_BY)
+    q, k, v, g, beta = load_token(p_q, p_k, p_v, p_g, p_beta, i_n, i_h, i_hv, o_k, o_v, H, HV, K, V, IS_KDA)
+    k_scale = load_factor_scale(p_k, p_k_scale, i_n * H + i_h)
+    b_o, b_r, r_scale = join_token(
+        b_kept,
+        b_scale,
+        p_q + (i_n * H + i_h) * K,
+        p_k + (i_n * H + i_h) * K,
+        k_scale,
+        v,
+        g,
+        beta,
+        scale,
+        ring,
+        ring,
+        (cursor, 0),
+        (i_n, i_n),
+        i_v,
+        i_h,
+        i_hv,
+        dims,
+        IS_KDA,
+        FORMAT,
+        GRANULARITY,
+        VECTOR,
+        GROUPS,
+        (ROW_DEPTH, ENTRY_DEPTH, KEY_DEPTH),
+        True,
+    )
+    append(ring, i_n * LENGTH + cursor, keep_key(k, p_ring_k), k_scale, b_r, r_scale, g, i_v, i_h, i_hv, dims, IS_KDA)
+    tl.store(p_o + head * V + o_v, b_o.to(p_o.dtype.element_ty), mask=o_v < V)
+    tl.store(p_cursor_out + i_n, (cursor + 1) % LENGTH, mask=(i_v == 0) & (i_hv == 0))
+
+
+@triton.jit
+def replay_flush_kernel(
+    p_q,  # as in `replay_step_kernel`, for all of these; the ring has all entries where p_cursor is LENGTH - 1
+    p_ring_k,
+    p_ring_r,
+    p_ring_g,
+    p_ring_k_scale,
+    p_ring_r_scale,
+    p_cursor,
+    p_counters,  # [N, HV, 4] int32, as `recurrent_forward_kernel` has them; any array where not DRAWN
+    p_values,  # in place
+    p_scale,  # in place
+    p_lost,  # in place: [N, HV, K, V] float32, what the last rounding lost; any array where not FEEDBACK
+    p_o,  # in place: [N, 1, HV, V], rows of such tokens; any array where not READ_STORED
+    scale,
+    HEADS,  # of a sequence that a program has, a divisor of HV
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    LENGTH: tl.constexpr,
+    IS_KDA: tl.constexpr,
+    FORMAT: tl.constexpr,
+    GRANULARITY: tl.constexpr,
     READ_STORED: tl.constexpr,
     HARDWARE_FP8: tl.constexpr,
     DRAWN: tl.constexpr,
@@ -63,75 +142,54 @@ def replay_step_kernel(
     FEEDBACK: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    i_v, i_hv, i_n, i_h = locate_program(H, HV, V, BV)
-    o_k = tl.arange(0, BK)
-    o_v = i_v + tl.arange(0, BV)
-    at = (i_n, i_n)
+    """Rings that are full become checkpoints. As a rule none is: so few programs, each with heads of one sequence."""
     ring = (p_ring_k, p_ring_r, p_ring_g, p_ring_k_scale, p_ring_r_scale)
-    dims: tl.constexpr = (H, HV, K, V, BK, BV, LENGTH, BL, HARDWARE_FP8)
-    head = i_n * HV + i_hv
+    dims: tl.constexpr = (H, HV, K, V, BK, BV, LENGTH, FLUSHED, HARDWARE_FP8)
+    o_k = tl.arange(0, BK)
+    PROGRAMS_V: tl.constexpr = (V + BV - 1) // BV
+    parts = HV // HEADS
+    i_n = (tl.program_id(0) // parts).to(tl.int64)
     cursor = tl.load(p_cursor + i_n)
-    window = (cursor, 0)
-    q, k, v, g, beta = load_token(p_q, p_k, p_v, p_g, p_beta, i_n, i_h, i_hv, o_k, o_v, H, HV, K, V, IS_KDA)
-    k_scale = load_factor_scale(p_k, p_k_scale, i_n * H + i_h)
     if cursor == LENGTH - 1:
-        b_s = load_rounded(p_values, p_scale, head, i_v, K, V, BK, BV, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR)
-        b_o, b_r, r_scale, b_code, b_scale, b_lost = flush_token(
-            b_s,
-            load_lost(p_lost, head, i_v, K, V, BK, BV, FEEDBACK),
-            (q, k, v, g, beta),
-            k_scale,
-            load_counters(p_counters, head, 1, DRAWN),
-            scale,
-            ring,
-            ring,
-            window,
-            at,
-            i_v,
-            i_h,
-            i_hv,
-            dims,
-            IS_KDA,
-            FORMAT,
-            GRANULARITY,
-            READ_STORED,
-            HARDWARE_FP8,
-            DRAWN,
-            SEED,
-            FEEDBACK,
-            True,
-        )
-        tl.debug_barrier()  # every thread has read what is overwritten
-        store_rounded(p_values, p_scale, head, b_code, b_scale, i_v, K, V, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR)
-        store_lost(p_lost, head, b_lost, i_v, K, V, FEEDBACK)
-        tl.store(p_o + head * V + o_v, b_o.to(p_o.dtype.element_ty), mask=o_v < V)
-    else:
-        b_o, b_r, r_scale = join_token(
-            load_parts(p_values, head, i_v, K, V, BK, BV, BL, FORMAT, HARDWARE_FP8, VECTOR),
-            load_scales(p_scale, head, i_v, K, V, BK, BV, FORMAT, GRANULARITY),
-            p_q + (i_n * H + i_h) * K,
-            p_k + (i_n * H + i_h) * K,
-            k_scale,
-            v,
-            g,
-            beta,
-            scale,
-            ring,
-            ring,
-            window,
-            at,
-            i_v,
-            i_h,
-            i_hv,
-            dims,
-            IS_KDA,
-            GRANULARITY,
-            True,
-        )
-        b_k = keep_key(k, p_ring_k)
-        append(ring, i_n * LENGTH + cursor, b_k, k_scale, b_r, r_scale, g, i_v, i_h, i_hv, dims, IS_KDA)
-        tl.store(p_o + head * V + o_v, b_o.to(p_o.dtype.element_ty), mask=o_v < V)
-    tl.store(p_cursor_out + i_n, (cursor + 1) % LENGTH, mask=(i_v == 0) & (i_hv == 0))
+        # One loop: what a head's tiles share is read for each, or it would take their registers.
+        for i in range(HEADS * PROGRAMS_V):
+            i_v = i % PROGRAMS_V * BV
+            i_hv = tl.program_id(0) % parts * HEADS + i // PROGRAMS_V
+            i_h = i_hv // (HV // H)
+            head = i_n * HV + i_hv
+            window, at = (cursor + 1, 0), (i_n, i_n)
+            b_code, b_scale, b_lost, b_o = flush_window(
+                load_rounded(p_values, p_scale, head, i_v, K, V, BK, BV, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR),
+                load_lost(p_lost, head, i_v, K, V, BK, BV, FEEDBACK),
+                tl.load(p_q + (i_n * H + i_h) * K + o_k, mask=o_k < K, other=0.0),
+                load_counters(p_counters, head, 1, DRAWN),
+                scale,
+                ring,
+                ring,
+                window,
+                at,
+                i_v,
+                i_h,
+                i_hv,
+                dims,
+                IS_KDA,
+                FORMAT,
+                GRANULARITY,
+                READ_STORED,
+                HARDWARE_FP8,
+                DRAWN,
+                SEED,
+                FEEDBACK,
+                True,
+            )
+            tl.debug_barrier()  # every thread has read what is overwritten
+            store_rounded(
+                p_values, p_scale, head, b_code, b_scale, i_v, K, V, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR
+            )
+            store_lost(p_lost, head, b_lost, i_v, K, V, FEEDBACK)
+            if READ_STORED:
+                o_v = i_v + tl.arange(0, BV)
+                tl.store(p_o + head * V + o_v, b_o.to(p_o.dtype.element_ty), mask=o_v < V)
 
 
 @triton.jit
@@ -191,6 +249,11 @@ def replay_forward_kernel(
     SEED: tl.constexpr,
     FEEDBACK: tl.constexpr,
     VECTOR: tl.constexpr,
+    READ_VECTOR: tl.constexpr,  # of a token that joins
+    GROUPS: tl.constexpr,
+    ROW_DEPTH: tl.constexpr,  # see `join_token`
+    ENTRY_DEPTH: tl.constexpr,
+    KEY_DEPTH: tl.constexpr,
 ):
     i_v, i_hv, i_n, i_h = locate_program(H, HV, V, BV)
     o_k = tl.arange(0, BK)
@@ -201,45 +264,84 @@ def replay_forward_kernel(
     ring = (p_ring_k, p_ring_r, p_ring_g, p_ring_k_scale, p_ring_r_scale)
     call = (p_k, p_r, p_g, p_k_scale, p_r_scale)
     dims: tl.constexpr = (H, HV, K, V, BK, BV, LENGTH, BL, HARDWARE_FP8)
+    FULL: tl.constexpr = (H, HV, K, V, BK, BV, LENGTH, FLUSHED, HARDWARE_FP8)
     head = i_n * HV + i_hv
     cursor = tl.load(p_cursor + i_n)
     start = -cursor
     slot = i_n * SLOTS
-    # The checkpoint goes through memory, so that what is read of it lies in registers as it does in a step; what its
-    # rounding lost, so that no register holds it between two roundings.
-    b_kept, b_kept_scale = load_kept(
+    # The checkpoint goes through memory, from one layout to the other; so does what its rounding lost, so that no
+    # register holds it between two roundings.
+    b_entering, b_entering_scale = load_kept(
         p_values, p_scale, head, i_v, K, V, BK, BV, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR
     )
     store_rounded(
-        p_values_out, p_scale_out, head, b_kept, b_kept_scale, i_v, K, V, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR
+        p_values_out,
+        p_scale_out,
+        head,
+        b_entering,
+        b_entering_scale,
+        i_v,
+        K,
+        V,
+        FORMAT,
+        GRANULARITY,
+        HARDWARE_FP8,
+        VECTOR,
     )
     store_lost(p_lost_out, head, load_lost(p_lost, head, i_v, K, V, BK, BV, FEEDBACK), i_v, K, V, FEEDBACK)
     tl.debug_barrier()
-    b_part = load_parts(p_values_out, head, i_v, K, V, BK, BV, BL, FORMAT, HARDWARE_FP8, VECTOR)
-    b_part_scale = load_scales(p_scale_out, head, i_v, K, V, BK, BV, FORMAT, GRANULARITY)
+    b_kept = load_checkpoint(p_values_out, head, i_v, K, V, BK, BV, GROUPS, READ_VECTOR)
+    b_scale = load_checkpoint_scales(p_scale_out, head, i_v, K, V, BK, BV, FORMAT, GRANULARITY, BV)
     q, k, v, g, beta = load_token(p_q, p_k, p_v, p_g, p_beta, row, i_h, i_hv, o_k, o_v, H, HV, K, V, IS_KDA)
     for t in range(count):
-        window = (cursor, start)
         k_scale = load_factor_scale(p_k, p_k_scale, (row + t) * H + i_h)
-        if cursor == LENGTH - 1:
+        b_o, b_r, r_scale = join_token(
+            b_kept,
+            b_scale,
+            p_q + ((row + t) * H + i_h) * K,
+            p_k + ((row + t) * H + i_h) * K,
+            k_scale,
+            v,
+            g,
+            beta,
+            scale,
+            ring,
+            call,
+            (cursor, start),
+            at,
+            i_v,
+            i_h,
+            i_hv,
+            dims,
+            IS_KDA,
+            FORMAT,
+            GRANULARITY,
+            READ_VECTOR,
+            GROUPS,
+            (ROW_DEPTH, ENTRY_DEPTH, KEY_DEPTH),
+            False,
+        )
+        store_update(p_r, p_r_scale, (row + t) * HV + i_hv, b_r, r_scale, i_v, dims)
+        cursor += 1
+        tl.debug_barrier()  # r is read as other threads wrote it
+        if cursor == LENGTH:
             b_s = load_rounded(
                 p_values_out, p_scale_out, head, i_v, K, V, BK, BV, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR
             )
-            b_o, b_r, r_scale, b_code, b_scale, b_lost = flush_token(
+            b_new, b_new_scale, b_lost, b_read = flush_window(
                 b_s,
                 load_lost(p_lost_out, head, i_v, K, V, BK, BV, FEEDBACK),
-                (q, k, v, g, beta),
-                k_scale,
+                q,
                 load_counters(p_counters, head, t + 1, DRAWN),
                 scale,
                 ring,
                 call,
-                window,
+                (cursor, start),
                 at,
                 i_v,
                 i_h,
                 i_hv,
-                dims,
+                FULL,
                 IS_KDA,
                 FORMAT,
                 GRANULARITY,
@@ -250,53 +352,50 @@ def replay_forward_kernel(
                 FEEDBACK,
                 False,
             )
+            if READ_STORED:
+                b_o = b_read
             tl.debug_barrier()  # every thread has read what is overwritten
             store_rounded(
-                p_values_out, p_scale_out, head, b_code, b_scale, i_v, K, V, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR
+                p_values_out,
+                p_scale_out,
+                head,
+                b_new,
+                b_new_scale,
+                i_v,
+                K,
+                V,
+                FORMAT,
+                GRANULARITY,
+                HARDWARE_FP8,
+                VECTOR,
             )
             store_lost(p_lost_out, head, b_lost, i_v, K, V, FEEDBACK)
             if SAVE:
                 saved = slot * HV + i_hv
                 store_rounded(
-                    p_saved, p_saved_scale, saved, b_code, b_scale, i_v, K, V, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR
+                    p_saved,
+                    p_saved_scale,
+                    saved,
+                    b_new,
+                    b_new_scale,
+                    i_v,
+                    K,
+                    V,
+                    FORMAT,
+                    GRANULARITY,
+                    HARDWARE_FP8,
+                    VECTOR,
                 )
             tl.debug_barrier()
-            b_part = load_parts(p_values_out, head, i_v, K, V, BK, BV, BL, FORMAT, HARDWARE_FP8, VECTOR)
-            b_part_scale = load_scales(p_scale_out, head, i_v, K, V, BK, BV, FORMAT, GRANULARITY)
-        else:
-            b_o, b_r, r_scale = join_token(
-                b_part,
-                b_part_scale,
-                p_q + ((row + t) * H + i_h) * K,
-                p_k + ((row + t) * H + i_h) * K,
-                k_scale,
-                v,
-                g,
-                beta,
-                scale,
-                ring,
-                call,
-                window,
-                at,
-                i_v,
-                i_h,
-                i_hv,
-                dims,
-                IS_KDA,
-                GRANULARITY,
-                False,
-            )
-        o_row = ((row + t) * HV + i_hv) * V + o_v
-        tl.store(p_o + o_row, b_o.to(p_o.dtype.element_ty), mask=o_v < V)
-        store_update(p_r, p_r_scale, (row + t) * HV + i_hv, b_r, r_scale, i_v, dims)
-        ahead = row + tl.minimum(t + 1, count - 1)
-        q, k, v, g, beta = load_token(p_q, p_k, p_v, p_g, p_beta, ahead, i_h, i_hv, o_k, o_v, H, HV, K, V, IS_KDA)
-        cursor += 1
-        if cursor == LENGTH:
+            b_kept = load_checkpoint(p_values_out, head, i_v, K, V, BK, BV, GROUPS, READ_VECTOR)
+            b_scale = load_checkpoint_scales(p_scale_out, head, i_v, K, V, BK, BV, FORMAT, GRANULARITY, BV)
             slot += 1
             cursor = 0
             start = t + 1
-        tl.debug_barrier()  # the next token reads r as other threads wrote it
+        o_row = ((row + t) * HV + i_hv) * V + o_v
+        tl.store(p_o + o_row, b_o.to(p_o.dtype.element_ty), mask=o_v < V)
+        ahead = row + tl.minimum(t + 1, count - 1)
+        q, k, v, g, beta = load_token(p_q, p_k, p_v, p_g, p_beta, ahead, i_h, i_hv, o_k, o_v, H, HV, K, V, IS_KDA)
     leaving = (p_ring_k_out, p_ring_r_out, p_ring_g_out, p_ring_k_scale_out, p_ring_r_scale_out)
     store_ring(leaving, ring, call, (cursor, start), at, i_v, i_h, i_hv, dims, IS_KDA)
     tl.store(p_cursor_out + i_n, cursor, mask=(i_v == 0) & (i_hv == 0))

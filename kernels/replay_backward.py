@@ -1,12 +1,11 @@
-"""Gradients of decoding by replay, token by token from the last. Formulas and groups of arguments: `replay_token`."""
+"""Gradients of decoding by replay, token by token from the last. Formulas: `replay_token`; arguments: `replay_ring`."""
 
 import triton
 import triton.language as tl
 
 from jlaqat.kernels.kept_state import load_rounded
 from jlaqat.kernels.recurrent import load_token, locate_program, rows_of
-from jlaqat.kernels.replay_ring import load_factor_scale, read_factor
-from jlaqat.kernels.replay_token import decayed_state
+from jlaqat.kernels.replay_ring import load_either, load_factor_scale, read_factor
 from jlaqat.kernels.token_gradients import store_token_gradients
 
 
@@ -51,7 +50,6 @@ def replay_backward_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
     LENGTH: tl.constexpr,
-    BL: tl.constexpr,
     IS_KDA: tl.constexpr,
     RAGGED: tl.constexpr,
     FORMAT: tl.constexpr,
@@ -70,7 +68,7 @@ def replay_backward_kernel(
     at = (i_n, i_b * T + first)
     ring = (p_ring_k, p_ring_r, p_ring_g, p_ring_k_scale, p_ring_r_scale)
     call = (p_k, p_r, p_g, p_k_scale, p_r_scale)
-    dims: tl.constexpr = (H, HV, K, V, BK, BV, LENGTH, BL, HARDWARE_FP8)
+    dims: tl.constexpr = (H, HV, K, V, BK, BV, LENGTH, 0, HARDWARE_FP8)
     m_s = (o_k < K)[:, None] & (o_v < V)[None, :]
     o_s = (i_n * HV + i_hv) * K * V + o_k[:, None] * V + o_v[None, :]
     b_ds = tl.load(p_ds + o_s, mask=m_s, other=0.0)
@@ -134,3 +132,92 @@ def replay_backward_kernel(
             IS_KDA,
         )
     tl.store(p_ds_in + o_s, b_ds, mask=m_s)
+
+
+@triton.jit
+def decayed_state(
+    b_s,
+    g,
+    ring,
+    call,
+    window,
+    at,
+    i_v,
+    i_h,
+    i_hv,
+    dims: tl.constexpr,
+    IS_KDA: tl.constexpr,
+    IN_RING: tl.constexpr,
+):
+    """R [BK, BV] of a token, from the checkpoint b_s and the entries, the newest first."""
+    LENGTH: tl.constexpr = dims[6]
+    cursor, start = window
+    since = g  # log decay from the entries already read to the token
+    b_entries = tl.zeros([b_s.shape[0], b_s.shape[1]], tl.float32)
+    for back in range(cursor):
+        b_k, b_r, b_g = load_entry(ring, call, cursor - 1 - back, window, at, i_v, i_h, i_hv, dims, IS_KDA, IN_RING)
+        b_kd = b_k * tl.exp(since)
+        b_entries = tl.fma(b_kd[:, None], tl.broadcast_to(b_r[None, :], b_s.shape), b_entries)
+        since += b_g
+    b_decay = tl.exp(since)
+    if IS_KDA:
+        b_decay = b_decay[:, None]
+    if LENGTH > 1:
+        return b_s * b_decay + b_entries
+    else:
+        return b_s * b_decay
+
+
+@triton.jit
+def load_entry(
+    ring,
+    call,
+    i,
+    window,
+    at,
+    i_v,
+    i_h,
+    i_hv,
+    dims: tl.constexpr,
+    IS_KDA: tl.constexpr,
+    IN_RING: tl.constexpr,
+):
+    """(k [BK], r [BV], g: a number, for KDA [BK]) of entry i, which is in use."""
+    cursor, start = window
+    i_n, row = at
+    H: tl.constexpr = dims[0]
+    HV: tl.constexpr = dims[1]
+    K: tl.constexpr = dims[2]
+    V: tl.constexpr = dims[3]
+    BV: tl.constexpr = dims[5]
+    LENGTH: tl.constexpr = dims[6]
+    FP8: tl.constexpr = dims[8]
+    GROUPS: tl.constexpr = (V + BV - 1) // BV
+    o_k = tl.arange(0, dims[4])
+    o_v = i_v + tl.arange(0, BV)
+    always = i >= 0
+    in_ring = i_n * LENGTH + i
+    in_call = row + start + i
+    later = start + i >= 0
+    m_k = o_k < K
+    m_v = o_v < V
+    later_k = m_k & later
+    later_v = m_v & later
+    o_ring, o_call = in_ring * H + i_h, in_call * H + i_h
+    b_k = load_either(ring[0], o_ring * K + o_k, call[0], o_call * K + o_k, m_k, later_k, IN_RING)
+    k_scale = 1.0
+    if ring[0].dtype.element_ty == tl.uint8:
+        k_scale = load_either(ring[3], o_ring, call[3], o_call, always, later, IN_RING)
+    o_ring, o_call = in_ring * HV + i_hv, in_call * HV + i_hv
+    b_r = load_either(ring[1], o_ring * V + o_v, call[1], o_call * V + o_v, m_v, later_v, IN_RING)
+    r_scale = 1.0
+    if ring[1].dtype.element_ty == tl.uint8:
+        group = i_v // BV
+        r_scale = load_either(
+            ring[4], o_ring * GROUPS + group, call[4], o_call * GROUPS + group, always, later, IN_RING
+        )
+    if IS_KDA:
+        b_g = load_either(ring[2], o_ring * K + o_k, call[2], o_call * K + o_k, m_k, later_k, IN_RING)
+    else:
+        b_g = load_either(ring[2], o_ring, call[2], o_call, always, later, IN_RING)
+    return read_factor(b_k, k_scale, FP8), read_factor(b_r, r_scale, FP8), b_g

@@ -17,7 +17,9 @@ from jlaqat.kernels.call import UnsupportedByKernels, power_of_two
 from jlaqat.kernels.launch import UNUSED, Buffer, Launch, Run, dtype_name
 from jlaqat.kernels.recurrent_pipeline import Bounds, Gradients, Options, State, gather
 
-MAX_BLOCK = 16  # entries of the ring that are read at a time
+BLOCK = 8  # entries of the ring that a token reads at a time
+WIDEST = 128  # columns of a step's program
+FLUSHES = 1024  # programs of a flush, at most
 
 
 class Tokens(NamedTuple):
@@ -52,20 +54,35 @@ class Output(NamedTuple):
     ring: Ring  # and what came since
     r: Any | None = None  # [B, T, HV, V] in the ring's dtype, every token's update; `step` leaves it out
     r_scale: Any | None = None  # [B, T, HV, ceil(V / width)] float32, of codes
-    saved: State | None = None  # [N, ceil(T / L), ...], the checkpoints in the order in which they were made
+    saved: State | None = None  # [N, ceil(T / L), ...], the checkpoints in the order in which they were made, or at a
+    # window of 1 in float32, which is token mode, what that saves, and no r
 
 
 class Call(recurrent_pipeline.Call):
-    """Sizes and constants of the three launches."""
+    """Sizes and constants of the launches."""
 
-    def of_ring(self, ring: Ring, warps: int) -> dict[str, int]:
-        """Constants. Codes of a checkpoint are loaded as many at a time as r, so that both lie alike in registers."""
-        length = ring.k.shape[1]
-        block = min(MAX_BLOCK, power_of_two(length))
-        most = {"bfloat16": 8, "uint8": 16}.get(dtype_name(ring.r), 4)  # 128 bits
-        at_once = min(most, block * self.width // (32 * warps))
-        vector = min(self.options.vector or max(at_once, 1), self.width)
-        return {"LENGTH": length, "BL": block, "VECTOR": vector}
+    def constants_of(self, ring: Ring) -> dict[str, Any]:
+        """Of all launches; a program rounds VECTOR codes beside one another a thread."""
+        vector = self.options.vector or min(self.width, 8)
+        return {**self.constants(), "LENGTH": ring.k.shape[1], "VECTOR": vector}
+
+    def constants_of_joining(self, ring: Ring, width: int, warps: int) -> dict[str, int]:
+        """How a token reads: a warp has a row's columns, READ_VECTOR a thread, and as many rows and channels of keys to
+        add up by itself as the depths say."""
+        rows, at_once = power_of_two(self.sizes[4]), {"bfloat16": 8, "uint8": 16}.get(dtype_name(ring.k), 4)
+        groups = min(warps, rows // 4, BLOCK)
+        if len(self.tokens.g.shape) == 4:  # keys lie as their log decays do, which are float32
+            at_once = min(at_once, 4)
+        channels = max(1, min(at_once, BLOCK * rows // (32 * warps)))
+        depths = {"ROW_DEPTH": rows // groups, "ENTRY_DEPTH": BLOCK // groups, "KEY_DEPTH": channels}
+        reading = {"BL": BLOCK, "GROUPS": groups, "READ_VECTOR": max(1, min(16, width // 32))}
+        return reading | {name: n.bit_length() - 1 for name, n in depths.items()}
+
+    def joining_width(self, ring: Ring) -> int:
+        """Columns of a step's program: many, since they share what it reads of the ring; with codes, one scale's."""
+        if ring.coded:
+            return self.width
+        return max(self.width, min(WIDEST if self.coded else WIDEST // 2, power_of_two(self.sizes[5])))
 
     def of_rounding(self, state: State, counters: Any | None) -> tuple[dict[str, Any], dict[str, Any]]:
         """Inputs and constants of stochastic rounding and error feedback."""
@@ -83,7 +100,7 @@ class Call(recurrent_pipeline.Call):
 
     def warps(self, states: int = 1) -> int:
         """As many as the states want, and the block of the ring beside them."""
-        ring = MAX_BLOCK * power_of_two(self.sizes[4]) // (32 * 16)
+        ring = 2 * BLOCK * power_of_two(self.sizes[4]) // (32 * 16)
         return self.options.warps or max(ring, super().warps(states))
 
     @property
@@ -111,33 +128,66 @@ def step(
     call = _call(tokens, ring, options)
     if call.sizes[1] != 1:
         raise ValueError(f"a step takes one token and q has T={call.sizes[1]}; call forward.")
-    rounding, rounding_constants = call.of_rounding(state, counters)
-    warps = call.forward_warps(state)
-    constants = call.constants() | call.of_ring(ring, warps) | rounding_constants
-    del constants["T"]
-    present = {"p_scale": call.coded, "p_lost": state.lost is not None}
-    present |= dict.fromkeys(("p_ring_k_scale", "p_ring_r_scale"), ring.coded)
+    if _is_token_mode(ring):
+        taken = recurrent_pipeline.forward(run, call.tokens, state, options, counters=counters)
+        return Output(taken.o, taken.state, ring)
+    call.of_rounding(state, counters)  # raises before any launch
+    o, ring_after = _join(run, call, tokens, state, ring)
+    return _flush(run, call, tokens, state, ring_after, ring.cursor, o, counters)
+
+
+def _join(run: Run, call: Call, tokens: Tokens, state: State, ring: Ring) -> tuple[Any, Ring]:
+    """(o, the ring with the token in it): nothing is rounded."""
+    width, warps = call.joining_width(ring), call.forward_warps(state)
+    constants = call.constants_of(ring) | call.constants_of_joining(ring, width, warps)
+    constants["VECTOR"] = constants.pop("READ_VECTOR")
+    constants |= {"BV": width, "SHARED_BY": call.width}
+    scales = ("p_ring_k_scale", "p_ring_r_scale") if ring.coded else ()
     launch = Launch(
         kernel=replay.replay_step_kernel,
-        grid=call.programs,
-        inputs={**call.inputs(state), **_pointers(tokens, ring), **rounding},
+        grid=call.sequences * int(call.sizes[3]) * -(-call.sizes[5] // width),
+        inputs={**call.inputs(state), **_pointers(tokens, ring)},
         outputs={
             "p_o": Buffer(tuple(tokens.v.shape), dtype_name(tokens.v)),
             "p_cursor_out": Buffer(tuple(ring.cursor.shape), "int32"),
         },
-        in_place=("p_values", "p_ring_k", "p_ring_r", "p_ring_g", *(name for name in present if present[name])),
-        constants=constants,
+        in_place=("p_ring_k", "p_ring_r", "p_ring_g", *scales),
+        constants={name: x for name, x in constants.items() if name not in ("T", "READ_STORED")},
         num_warps=warps,
         num_stages=1,
         fp_fusion=False,
-        max_registers=128,  # what spills is in the flush, once in a window; without it fewer programs fit
+        max_registers=96 if call.coded else 128,  # five programs a multiprocessor; four, and two, are slower
     )
     out = run(launch)
-    return Output(
-        out["p_o"],
-        State(out["p_values"], out.get("p_scale"), out.get("p_lost")),
-        Ring(*(out.get(_pointer(name)) for name in Ring._fields))._replace(cursor=out["p_cursor_out"]),
+    entries = Ring(*(out.get(_pointer(name), x) for name, x in zip(Ring._fields, ring)))
+    return out["p_o"], entries._replace(cursor=out["p_cursor_out"])
+
+
+def _flush(
+    run: Run, call: Call, tokens: Tokens, state: State, ring: Ring, cursor: Any, o: Any, counters: Any | None
+) -> Output:
+    """The checkpoints after the token: new ones where it filled its ring. cursor: before the token."""
+    rounding, rounding_constants = call.of_rounding(state, counters)
+    n, hv = call.sequences, int(call.sizes[3])
+    heads = next((d for d in range(1, hv) if hv % d == 0 and n * hv // d <= FLUSHES), hv)
+    unread = ("p_k", "p_k_scale", "p_v", "p_g", "p_beta", "T")
+    given = {**call.inputs(state), **_pointers(tokens, ring), **rounding, "p_cursor": cursor, "p_o": o}
+    constants = {**call.constants_of(ring), **rounding_constants, "HEADS": heads}
+    present = {"p_scale": call.coded, "p_lost": state.lost is not None, "p_o": call.options.read_stored}
+    launch = Launch(
+        kernel=replay.replay_flush_kernel,
+        grid=n * hv // heads,
+        inputs={name: x for name, x in given.items() if name not in unread},
+        outputs={},
+        in_place=("p_values", *(name for name in present if present[name])),
+        constants={name: x for name, x in constants.items() if name not in unread},
+        num_warps=call.forward_warps(state),
+        num_stages=1,
+        fp_fusion=False,
+        max_registers=168,  # three programs
     )
+    out = run(launch)
+    return Output(out.get("p_o", o), State(out["p_values"], out.get("p_scale"), out.get("p_lost")), ring)
 
 
 def forward(
@@ -167,6 +217,10 @@ def forward(
             f"k is {dtype_name(tokens.k)} and the ring {dtype_name(ring.k)}: entries are read from either, so give k "
             "in the ring's dtype."
         )
+    if _is_token_mode(ring):
+        given, stride = (run, call.tokens, state, options), 1 if save else None
+        taken = recurrent_pipeline.forward(*given, bounds=bounds, counters=counters, stride=stride)
+        return Output(taken.o, taken.state, ring, saved=taken.saved)
     slots, warps = -(-call.sizes[1] // length) if save else 0, call.forward_warps(state)
     values, scales = call.kept(n)
     saved, saved_scales = call.kept(n, slots) if slots else (UNUSED, UNUSED)
@@ -188,12 +242,12 @@ def forward(
             "p_lost_out": Buffer(tuple(values.shape), "float32") if feedback else UNUSED,
         },
         constants={
-            **call.constants(),
+            **call.constants_of(ring),
+            **call.constants_of_joining(ring, call.width, warps),
             **constants,
             **rounding_constants,
             "SLOTS": slots,
             "SAVE": slots > 0,
-            **call.of_ring(ring, warps),
         },
         num_warps=warps,
         num_stages=1,
@@ -232,6 +286,8 @@ def backward(
     call = _call(tokens, ring, options, bounds)
     if out.saved is None:
         raise ValueError("out.saved is None: the backward starts from checkpoints, so call forward with save=True.")
+    if _is_token_mode(ring):
+        return recurrent_pipeline.backward(run, call.tokens, state, out.saved, do, d_leaving, options, bounds=bounds)
     inputs, constants = call.ragged()
     launch = Launch(
         kernel=replay_backward.replay_backward_kernel,
@@ -249,10 +305,9 @@ def backward(
         },
         outputs=call.parts(),
         constants={
-            **call.constants(),
+            **call.constants_of(ring),
             **constants,
             "SLOTS": out.saved.values.shape[1],
-            **call.of_ring(ring, call.warps(states=2)),
             "VECTOR": min(call.vector(backward=True), call.width),
         },
         num_warps=call.warps(states=2),
@@ -260,6 +315,11 @@ def backward(
         fp_fusion=False,
     )
     return gather(run, call, run(launch))
+
+
+def _is_token_mode(ring: Ring) -> bool:
+    """A window of 1 whose factors are not rounded: the ring never holds anything, and the recurrence's kernels run."""
+    return ring.k.shape[1] == 1 and dtype_name(ring.k) == dtype_name(ring.r) == "float32"
 
 
 def _pointer(name: str) -> str:

@@ -79,6 +79,7 @@ def load_kept_entries(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     IN_RING: tl.constexpr,
+    VECTOR: tl.constexpr = 16,  # columns that a thread loads at once, at most
 ):
     """(columns first.. of entries o_i where m_i, 0 elsewhere, [n, BLOCK]; their scales [n, 1]) as they are kept."""
     cursor, start = window
@@ -95,8 +96,8 @@ def load_kept_entries(
         b_scale = load_either(p_scale, o_scale, p_call_scale, o_call * GROUPS + group, m_i, later, IN_RING)[:, None]
     else:
         b_scale = 1.0
-    o_ring = (o_ring * WIDTH)[:, None] + o[None, :]
-    o_call = (o_call * WIDTH)[:, None] + o[None, :]
+    o_ring = tl.max_contiguous((o_ring * WIDTH)[:, None] + o[None, :], [1, VECTOR])
+    o_call = tl.max_contiguous((o_call * WIDTH)[:, None] + o[None, :], [1, VECTOR])
     return load_either(p_ring, o_ring, p_call, o_call, m, later[:, None], IN_RING), b_scale
 
 
@@ -118,119 +119,181 @@ def load_entries(
     BLOCK: tl.constexpr,
     IN_RING: tl.constexpr,
     HARDWARE_FP8: tl.constexpr,
+    VECTOR: tl.constexpr = 16,
 ):
     """The same in float32."""
     b, b_scale = load_kept_entries(
-        p_ring, p_call, p_scale, p_call_scale, o_i, m_i, i_head, first, window, at, LENGTH, HEADS, WIDTH, BLOCK, IN_RING
+        p_ring,
+        p_call,
+        p_scale,
+        p_call_scale,
+        o_i,
+        m_i,
+        i_head,
+        first,
+        window,
+        at,
+        LENGTH,
+        HEADS,
+        WIDTH,
+        BLOCK,
+        IN_RING,
+        VECTOR,
     )
     return read_factor(b, b_scale, HARDWARE_FP8)
 
 
 @triton.jit
-def load_block(
+def load_keys(
     ring,
     call,
     block,
     since,  # log decay from the entries after this block to the token: a number, for KDA [BK]
     window,
     at,
-    i_v,
     i_h,
     i_hv,
     dims: tl.constexpr,
+    GROUPS: tl.constexpr,  # see `order_of_entries`; 1 for GDN
     IS_KDA: tl.constexpr,
     IN_RING: tl.constexpr,
 ):
-    """(kd [BL, BK], r [BL, BV], the log decay from before the block) of entries block * BL and on."""
+    """(k [BL, BK], log decay to the token [BL] or [BL, BK], the log decay from before the block) of entries
+    block * BL and on; k is 0 where there is none."""
     cursor, start = window
     i_n, row = at
     H: tl.constexpr = dims[0]
     HV: tl.constexpr = dims[1]
     K: tl.constexpr = dims[2]
-    V: tl.constexpr = dims[3]
     BK: tl.constexpr = dims[4]
+    LENGTH: tl.constexpr = dims[6]
+    BL: tl.constexpr = dims[7]
+    FP8: tl.constexpr = dims[8]
+    i = order_of_entries(BL, GROUPS)
+    o_i = block * BL + i
+    m_i = o_i < cursor
+    b_k = load_entries(ring[0], call[0], ring[3], call[3], o_i, m_i, i_h, 0, window, at, LENGTH, H, K, BK, IN_RING, FP8)
+    m_next = (o_i + 1 < cursor) & (i < BL - 1)  # what decays an entry are the entries after it
+    p, p_call = ring[2], call[2]
+    first = load_gates(ring, call, block * BL, block * BL < cursor, window, at, i_hv, dims, IS_KDA, IN_RING)
+    if IS_KDA:
+        b_next = load_entries(p, p_call, p, p, o_i + 1, m_next, i_hv, 0, window, at, LENGTH, HV, K, BK, IN_RING, FP8)
+        b_log, b_all = sum_from_entries(b_next, GROUPS)
+        return b_k, b_log + since[None, :], since + first + b_all
+    else:
+        o_ring = (i_n * LENGTH + o_i + 1) * HV + i_hv
+        o_call = (row + start + o_i + 1) * HV + i_hv
+        later = start + o_i + 1 >= 0
+        b_next = load_either(p, o_ring, p_call, o_call, m_next, later, IN_RING)
+        return b_k, tl.cumsum(b_next, axis=0, reverse=True) + since, since + first + tl.sum(b_next, axis=0)
+
+
+@triton.jit
+def order_of_entries(BL: tl.constexpr, GROUPS: tl.constexpr):
+    """Entries [BL] of a block in the order in which they lie: a group's, which follow one another, are GROUPS apart."""
+    o = tl.arange(0, BL)
+    return o % GROUPS * (BL // GROUPS) + o // GROUPS
+
+
+@triton.jit
+def sum_from_entries(b, GROUPS: tl.constexpr):
+    """(Σ of each entry's and all later entries' rows, [BL, W]; of all, [W]), for rows as `order_of_entries` has them.
+
+    In the order that is written here, whatever the layout: entry by entry in a group, then over the groups.
+    """
+    W: tl.constexpr = b.shape[1]
+    b, b_group = _sum_from_rows(tl.reshape(b, [b.shape[0] // GROUPS, GROUPS * W]))
+    b_later, b_all = _sum_after_columns(tl.permute(tl.reshape(b_group, [GROUPS, W]), (1, 0)))
+    b += tl.reshape(tl.permute(b_later, (1, 0)), [1, GROUPS * W])
+    return tl.reshape(b, [b.shape[0] * GROUPS, W]), tl.reshape(b_all, [W])
+
+
+@triton.jit
+def _sum_from_rows(b):
+    """(sums of each row and all after it; of all rows, [1, W])"""
+    ROWS: tl.constexpr = b.shape[0]
+    if ROWS == 1:
+        return b, b
+    else:
+        b0, b1 = tl.split(tl.permute(tl.reshape(b, [2, ROWS // 2, b.shape[1]]), (1, 2, 0)))
+        b0, b_first = _sum_from_rows(b0)
+        b1, b_second = _sum_from_rows(b1)
+        return tl.reshape(tl.permute(tl.join(b0 + b_second, b1), (2, 0, 1)), b.shape), b_first + b_second
+
+
+@triton.jit
+def _sum_after_columns(b):
+    """(sums of all columns after each; of all columns, [W, 1])"""
+    N: tl.constexpr = b.shape[1]
+    if N == 1:
+        return tl.zeros(b.shape, tl.float32), b
+    else:
+        b0, b1 = tl.split(tl.permute(tl.reshape(b, [b.shape[0], 2, N // 2]), (0, 2, 1)))
+        b0, b_first = _sum_after_columns(b0)
+        b1, b_second = _sum_after_columns(b1)
+        return tl.reshape(tl.permute(tl.join(b0 + b_second, b1), (0, 2, 1)), b.shape), b_first + b_second
+
+
+@triton.jit
+def load_gates(ring, call, i, m, window, at, i_hv, dims: tl.constexpr, IS_KDA: tl.constexpr, IN_RING: tl.constexpr):
+    """g of entry i: a number, for KDA [BK]; 0 unless m."""
+    cursor, start = window
+    i_n, row = at
+    HV: tl.constexpr = dims[1]
+    K: tl.constexpr = dims[2]
+    LENGTH: tl.constexpr = dims[6]
+    o_ring, o_call = (i_n * LENGTH + i) * HV + i_hv, (row + start + i) * HV + i_hv
+    later = start + i >= 0
+    if IS_KDA:
+        o_k = tl.arange(0, dims[4])
+        m = m & (o_k < K)
+        return load_either(ring[2], o_ring * K + o_k, call[2], o_call * K + o_k, m, later, IN_RING)
+    else:
+        return load_either(ring[2], o_ring, call[2], o_call, m, later, IN_RING)
+
+
+@triton.jit
+def load_updates(
+    ring,
+    call,
+    block,
+    window,
+    at,
+    i_v,
+    i_hv,
+    dims: tl.constexpr,
+    GROUPS: tl.constexpr,
+    VECTOR: tl.constexpr,
+    IN_RING: tl.constexpr,
+):
+    """r [BL, BV] of entries block * BL and on, 0 where there is none."""
+    cursor, start = window
+    HV: tl.constexpr = dims[1]
+    V: tl.constexpr = dims[3]
     BV: tl.constexpr = dims[5]
     LENGTH: tl.constexpr = dims[6]
     BL: tl.constexpr = dims[7]
     FP8: tl.constexpr = dims[8]
-    i = tl.arange(0, BL)
-    o_i = block * BL + i
-    m_i = o_i < cursor
-    b_k = load_entries(ring[0], call[0], ring[3], call[3], o_i, m_i, i_h, 0, window, at, LENGTH, H, K, BK, IN_RING, FP8)
-    b_r = load_entries(
-        ring[1], call[1], ring[4], call[4], o_i, m_i, i_hv, i_v, window, at, LENGTH, HV, V, BV, IN_RING, FP8
+    o_i = block * BL + order_of_entries(BL, GROUPS)
+    return load_entries(
+        ring[1],
+        call[1],
+        ring[4],
+        call[4],
+        o_i,
+        o_i < cursor,
+        i_hv,
+        i_v,
+        window,
+        at,
+        LENGTH,
+        HV,
+        V,
+        BV,
+        IN_RING,
+        FP8,
+        VECTOR,
     )
-    m_next = (o_i + 1 < cursor) & (i < BL - 1)  # what decays an entry are the entries after it
-    if IS_KDA:
-        p, p_call = ring[2], call[2]
-        b_g = load_entries(p, p_call, p, p, o_i, m_i, i_hv, 0, window, at, LENGTH, HV, K, BK, IN_RING, FP8)
-        b_next = load_entries(p, p_call, p, p, o_i + 1, m_next, i_hv, 0, window, at, LENGTH, HV, K, BK, IN_RING, FP8)
-        b_log = tl.cumsum(b_next, axis=0, reverse=True) + since[None, :]
-        return b_k * tl.exp(b_log), b_r, since + tl.sum(b_g, axis=0)
-    else:
-        o_ring = (i_n * LENGTH + o_i) * HV + i_hv
-        o_call = (row + start + o_i) * HV + i_hv
-        later = start + o_i >= 0
-        b_g = load_either(ring[2], o_ring, call[2], o_call, m_i, later, IN_RING)
-        later = start + o_i + 1 >= 0
-        b_next = load_either(ring[2], o_ring + HV, call[2], o_call + HV, m_next, later, IN_RING)
-        b_log = tl.cumsum(b_next, axis=0, reverse=True) + since
-        return b_k * tl.exp(b_log)[:, None], b_r, since + tl.sum(b_g, axis=0)
-
-
-@triton.jit
-def load_entry(
-    ring,
-    call,
-    i,
-    window,
-    at,
-    i_v,
-    i_h,
-    i_hv,
-    dims: tl.constexpr,
-    IS_KDA: tl.constexpr,
-    IN_RING: tl.constexpr,
-):
-    """(k [BK], r [BV], g: a number, for KDA [BK]) of entry i, which is in use."""
-    cursor, start = window
-    i_n, row = at
-    H: tl.constexpr = dims[0]
-    HV: tl.constexpr = dims[1]
-    K: tl.constexpr = dims[2]
-    V: tl.constexpr = dims[3]
-    BV: tl.constexpr = dims[5]
-    LENGTH: tl.constexpr = dims[6]
-    FP8: tl.constexpr = dims[8]
-    GROUPS: tl.constexpr = (V + BV - 1) // BV
-    o_k = tl.arange(0, dims[4])
-    o_v = i_v + tl.arange(0, BV)
-    always = i >= 0
-    in_ring = i_n * LENGTH + i
-    in_call = row + start + i
-    later = start + i >= 0
-    m_k = o_k < K
-    m_v = o_v < V
-    later_k = m_k & later
-    later_v = m_v & later
-    o_ring, o_call = in_ring * H + i_h, in_call * H + i_h
-    b_k = load_either(ring[0], o_ring * K + o_k, call[0], o_call * K + o_k, m_k, later_k, IN_RING)
-    k_scale = 1.0
-    if ring[0].dtype.element_ty == tl.uint8:
-        k_scale = load_either(ring[3], o_ring, call[3], o_call, always, later, IN_RING)
-    o_ring, o_call = in_ring * HV + i_hv, in_call * HV + i_hv
-    b_r = load_either(ring[1], o_ring * V + o_v, call[1], o_call * V + o_v, m_v, later_v, IN_RING)
-    r_scale = 1.0
-    if ring[1].dtype.element_ty == tl.uint8:
-        group = i_v // BV
-        r_scale = load_either(
-            ring[4], o_ring * GROUPS + group, call[4], o_call * GROUPS + group, always, later, IN_RING
-        )
-    if IS_KDA:
-        b_g = load_either(ring[2], o_ring * K + o_k, call[2], o_call * K + o_k, m_k, later_k, IN_RING)
-    else:
-        b_g = load_either(ring[2], o_ring, call[2], o_call, always, later, IN_RING)
-    return read_factor(b_k, k_scale, FP8), read_factor(b_r, r_scale, FP8), b_g
 
 
 @triton.jit

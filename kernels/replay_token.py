@@ -1,12 +1,17 @@
-"""One token of replay, in the two ways that there are: it joins the ring, or it is the last of its window.
+"""Replay token by token: every token joins the ring, and the last of a window folds the ring into a new checkpoint.
 
-A token that joins reads the checkpoint C and the entries (k_i, r_i, g_i) and forms no state. With E the log decay from
-an entry (or from C) to the token and kd = k∘exp(E),
+A token reads the checkpoint C and the entries (k_i, r_i, g_i) and forms no state. With E the log decay from an entry
+(or from C) to the token,
 
-    Rᵀk = Cᵀ(k∘exp(E_C)) + Σ_i (kd_iᵀk) r_i,   r = β(v − Rᵀk),   o = Cᵀ(q∘exp(E_C)) + Σ_i (kd_iᵀq) r_i + (kᵀq) r
+    Rᵀk = Cᵀ(k∘exp(E_C)) + Σ_i (k_i∘exp(E_i))ᵀk r_i,   r = β(v − Rᵀk)
+    o = Cᵀ(q∘exp(E_C)) + Σ_i (k_i∘exp(E_i))ᵀq r_i + (kᵀq) r
 
-so that C is read in codes: a tile's scale multiplies two vectors, not 128 rows. The last token of a window builds
-R = Diag(exp(E_C)) C + Σ_i kd_i r_iᵀ, one entry after another, goes on as mode "token" does, and rounds.
+so that C is read in codes: a tile's scale multiplies a sum, not 128 rows. Once (k, r, g) of a window's last token is in
+the ring, W = Diag(exp(E_C)) C + Σ_i (k_i∘exp(E_i)) r_iᵀ is rounded.
+
+A step and a longer call have the same bits although their programs have other widths, since the order of their sums is
+written down: a sum over K goes over the rows of each of GROUPS, one after another, then over the groups; one over
+entries is a product of FLUSHED at a time. Left to the layout are sums that no width enters, over the channels of keys.
 
 Groups of arguments (ring, call, at, window, dims): see `replay_ring`; counters: see `load_counters`.
 """
@@ -16,13 +21,14 @@ import triton.language as tl
 
 from jlaqat.kernels.kept_state import round_state
 from jlaqat.kernels.philox import draw_words
-from jlaqat.kernels.replay_ring import keep_key, keep_update, load_block, load_entry, read_factor
-from jlaqat.kernels.rounding import decode
+from jlaqat.kernels.replay_ring import keep_key, keep_update, load_keys, load_updates, read_factor
+from jlaqat.kernels.rounding import INTERPRETED, decode
+from jlaqat.kernels.token_gradients import add_by_columns, add_by_rows
 
 
 @triton.jit
 def join_token(
-    b_code,  # the checkpoint's, [BK // BL, BL, BV]
+    b_kept,  # the checkpoint, see `load_checkpoint`
     b_scale,
     p_q,  # of the token, [K]
     p_k,
@@ -40,7 +46,11 @@ def join_token(
     i_hv,
     dims: tl.constexpr,
     IS_KDA: tl.constexpr,
+    FORMAT: tl.constexpr,
     GRANULARITY: tl.constexpr,
+    VECTOR: tl.constexpr,
+    GROUPS: tl.constexpr,  # of rows, as many as warps: one has a group to itself
+    DEPTHS: tl.constexpr,  # log2 of the rows of a group, of its entries, of the channels that a thread has side by side
     IN_RING: tl.constexpr,
 ):
     """(o [BV], r [BV] and its scale as they are kept) of a token that joins the ring."""
@@ -51,33 +61,81 @@ def join_token(
     BL: tl.constexpr = dims[7]
     FP8: tl.constexpr = dims[8]
     BLOCKS: tl.constexpr = (LENGTH + BL - 1) // BL
+    ORDER: tl.constexpr = GROUPS if IS_KDA else 1
+    ENTRIES: tl.constexpr = [BL // GROUPS, GROUPS * BV]
+    WEIGHTS: tl.constexpr = [BL // GROUPS, GROUPS]
     o_k = tl.arange(0, BK)
     # Loaded for every entry, in the layout that their keys have: nothing has to pass between threads.
     everywhere = tl.zeros([BL], tl.int32)[:, None] + o_k[None, :]
     b_q = tl.load(p_q + everywhere, mask=everywhere < K, other=0.0).to(tl.float32)
     b_k = read_factor(keep_key(tl.load(p_k + everywhere, mask=everywhere < K, other=0), ring[0]), k_scale, FP8)
-    b_error = tl.zeros([BL, BV], tl.float32)
-    b_out = tl.zeros([BL, BV], tl.float32)
+    b_error = tl.zeros([1, GROUPS * BV], tl.float32)
+    b_out = tl.zeros([1, GROUPS * BV], tl.float32)
     since = g
     for back in tl.static_range(BLOCKS):
         block = BLOCKS - 1 - back
-        b_kd, b_r, since = load_block(ring, call, block, since, window, at, i_v, i_h, i_hv, dims, IS_KDA, IN_RING)
-        b_error += tl.sum(b_kd * b_k, axis=1)[:, None] * b_r
-        b_out += (tl.sum(b_kd * b_q, axis=1) * scale)[:, None] * b_r
-    # The checkpoint's rows are summed into the entries', and both once over threads.
+        if block * BL < window[0]:
+            b_entry, b_log, since = load_keys(
+                ring, call, block, since, window, at, i_h, i_hv, dims, ORDER, IS_KDA, IN_RING
+            )
+            b_r = load_updates(ring, call, block, window, at, i_v, i_hv, dims, ORDER, VECTOR, IN_RING)
+            b_decay = tl.exp(b_log)
+            if IS_KDA:
+                b_entry = b_entry * b_decay
+            with_k, with_q = product_of_keys(b_entry, b_k, DEPTHS[2]), product_of_keys(b_entry, b_q, DEPTHS[2]) * scale
+            if not IS_KDA:
+                with_k, with_q = with_k * b_decay, with_q * b_decay
+            b_r = tl.reshape(b_r, ENTRIES)
+            b_error = add_by_rows(b_r, spread(tl.reshape(with_k, WEIGHTS), GROUPS, BV), b_error, DEPTHS[1])
+            b_out = add_by_rows(b_r, spread(tl.reshape(with_q, WEIGHTS), GROUPS, BV), b_out, DEPTHS[1])
     q = tl.load(p_q + o_k, mask=o_k < K, other=0.0).to(tl.float32) * scale
     k = read_factor(keep_key(tl.load(p_k + o_k, mask=o_k < K, other=0), ring[0]), k_scale, FP8)
     b_decay = tl.exp(since)
-    b_error += read_checkpoint(b_code, b_scale, k * b_decay, GRANULARITY)
-    b_out += read_checkpoint(b_code, b_scale, q * b_decay, GRANULARITY)
-    b_error, b_out = tl.split(tl.sum(tl.join(b_error, b_out), axis=0))
-    b_kept, r_scale = keep_update(beta.to(tl.float32) * (v.to(tl.float32) - b_error), ring[1], FP8)
-    b_o = b_out + tl.sum(k * q, axis=0) * read_factor(b_kept, r_scale, FP8)
-    return b_o, b_kept, r_scale
+    b_error, b_out = read_checkpoint(
+        b_kept, b_scale, k * b_decay, q * b_decay, b_error, b_out, GROUPS, BV, FORMAT, GRANULARITY, FP8, DEPTHS[0]
+    )
+    b_error, b_out = add_groups(b_error, b_out, GROUPS, BV)
+    b_r, r_scale = keep_update(beta.to(tl.float32) * (v.to(tl.float32) - b_error), ring[1], FP8)
+    b_o = b_out + tl.sum(k * q, axis=0) * read_factor(b_r, r_scale, FP8)
+    return b_o, b_r, r_scale
 
 
 @triton.jit
-def load_parts(
+def product_of_keys(b_x, b_y, DEPTH: tl.constexpr):
+    """Σ x∘y over channels, [BL]"""
+    b_sum = tl.zeros([b_x.shape[0], b_x.shape[1] >> DEPTH], tl.float32)
+    return tl.sum(add_by_columns(b_x, b_y, b_sum, DEPTH), axis=1)
+
+
+@triton.jit
+def spread(b_x, GROUPS: tl.constexpr, BV: tl.constexpr):
+    """Numbers [rows, GROUPS], or [rows, GROUPS, n] of n parts of the columns, for each column: [rows, GROUPS * BV]."""
+    if len(b_x.shape) == 2:
+        return tl.reshape(tl.broadcast_to(b_x[:, :, None], [b_x.shape[0], GROUPS, BV]), [b_x.shape[0], GROUPS * BV])
+    else:
+        SHARED: tl.constexpr = [b_x.shape[0], GROUPS, b_x.shape[2], BV // b_x.shape[2]]
+        return tl.reshape(tl.broadcast_to(b_x[:, :, :, None], SHARED), [b_x.shape[0], GROUPS * BV])
+
+
+@triton.jit
+def add_groups(b_x, b_y, GROUPS: tl.constexpr, BV: tl.constexpr):
+    """Sums over the groups of two [1, GROUPS * BV]: [BV] each."""
+    b = tl.join(tl.reshape(b_x, [GROUPS, BV]), tl.reshape(b_y, [GROUPS, BV]))
+    return tl.split(add_halves(tl.permute(b, (1, 2, 0))))
+
+
+@triton.jit
+def add_halves(b):
+    """Sums over the last axis of [BV, 2, n]: of its even and its odd elements, and of those likewise."""
+    if b.shape[2] == 1:
+        return tl.reshape(b, [b.shape[0], b.shape[1]])
+    else:
+        b0, b1 = tl.split(tl.reshape(b, [b.shape[0], b.shape[1], b.shape[2] // 2, 2]))
+        return add_halves(b0 + b1)
+
+
+@triton.jit
+def load_checkpoint(
     p_values,
     state,
     i_v,
@@ -85,65 +143,128 @@ def load_parts(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
-    BL: tl.constexpr,
-    FORMAT: tl.constexpr,
-    HARDWARE_FP8: tl.constexpr,
+    GROUPS: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """A checkpoint's codes as [BK // BL, BL, BV], without codes its values: a thread has the rows of an axis 0."""
-    o_k = tl.arange(0, BK // BL)[:, None, None] * BL + tl.arange(0, BL)[None, :, None]
-    o_v = tl.max_contiguous(i_v + tl.arange(0, BV), VECTOR)[None, None, :]
-    b = tl.load(p_values + state * K * V + (o_k * V + o_v), mask=(o_k < K) & (o_v < V), other=0)
-    if FORMAT == "e4m3" or FORMAT == "int8":
+    """Codes, without codes the values, as they lie in memory, in quarters [BK // GROUPS // 4, GROUPS * BV]: row i of
+    every group. Quarters, so that few numbers are decoded at a time."""
+    return (
+        load_quarter(p_values, state, 0, i_v, K, V, BK, BV, GROUPS, VECTOR),
+        load_quarter(p_values, state, 1, i_v, K, V, BK, BV, GROUPS, VECTOR),
+        load_quarter(p_values, state, 2, i_v, K, V, BK, BV, GROUPS, VECTOR),
+        load_quarter(p_values, state, 3, i_v, K, V, BK, BV, GROUPS, VECTOR),
+    )
+
+
+@triton.jit
+def load_quarter(
+    p_values,
+    state,
+    quarter: tl.constexpr,
+    i_v,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    GROUPS: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    ROWS: tl.constexpr = BK // GROUPS // 4
+    o = tl.arange(0, BK // 4)
+    o_k = (o % GROUPS * (4 * ROWS) + quarter * ROWS + o // GROUPS)[:, None]
+    o_v = i_v + tl.arange(0, BV)[None, :]
+    o = tl.max_contiguous(o_k * V + o_v, [1, VECTOR])  # of the sum: the columns may be those of other loads
+    return tl.load(p_values + state * K * V + o, mask=(o_k < K) & (o_v < V), other=0)
+
+
+@triton.jit
+def load_checkpoint_scales(
+    p_scale,
+    state,
+    i_v,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    FORMAT: tl.constexpr,
+    GRANULARITY: tl.constexpr,
+    SHARED_BY: tl.constexpr,  # columns, by tile and key_row
+):
+    """[BV] for a tile or value rows, [BK, BV // SHARED_BY] for key rows, 1 without codes."""
+    COLUMNS: tl.constexpr = (V + SHARED_BY - 1) // SHARED_BY
+    o_k = tl.arange(0, BK)
+    o_v = i_v + tl.arange(0, BV)
+    if FORMAT != "e4m3" and FORMAT != "int8":
+        return tl.full([BV], 1.0, tl.float32)
+    elif GRANULARITY == "tile":
+        return tl.load(p_scale + state * COLUMNS + o_v // SHARED_BY, mask=o_v < V, other=0.0)
+    elif GRANULARITY == "key_row":
+        o = i_v // SHARED_BY + tl.arange(0, BV // SHARED_BY)
+        m = (o_k < K)[:, None] & (o < COLUMNS)[None, :]
+        return tl.load(p_scale + (state * K + o_k)[:, None] * COLUMNS + o[None, :], mask=m, other=0.0)
+    else:
+        return tl.load(p_scale + state * V + o_v, mask=o_v < V, other=0.0)
+
+
+@triton.jit
+def read_checkpoint(
+    b_kept,
+    b_scale,
+    b_x,
+    b_y,
+    b_sum_x,
+    b_sum_y,
+    GROUPS: tl.constexpr,
+    BV: tl.constexpr,
+    FORMAT: tl.constexpr,
+    GRANULARITY: tl.constexpr,
+    HARDWARE_FP8: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """sums + Cᵀx and Cᵀy by groups, [1, GROUPS * BV], the scales multiplied in where they are fewest."""
+    ROWS: tl.constexpr = b_x.shape[0] // GROUPS
+    if GRANULARITY == "key_row":
+        COLUMNS: tl.constexpr = b_scale.shape[1]
+        b_x = spread(tl.permute(tl.reshape(b_x[:, None] * b_scale, [GROUPS, ROWS, COLUMNS]), (1, 0, 2)), GROUPS, BV)
+        b_y = spread(tl.permute(tl.reshape(b_y[:, None] * b_scale, [GROUPS, ROWS, COLUMNS]), (1, 0, 2)), GROUPS, BV)
+    else:
+        b_x = spread(tl.permute(tl.reshape(b_x, [GROUPS, ROWS]), (1, 0)), GROUPS, BV)
+        b_y = spread(tl.permute(tl.reshape(b_y, [GROUPS, ROWS]), (1, 0)), GROUPS, BV)
+    SCALED: tl.constexpr = GRANULARITY == "tile" or GRANULARITY == "value_row"
+    if SCALED:
+        b_read_x = tl.zeros([1, GROUPS * BV], tl.float32)
+        b_read_y = tl.zeros([1, GROUPS * BV], tl.float32)
+    else:
+        b_read_x, b_read_y = b_sum_x, b_sum_y
+    x0, x1 = halve(b_x)
+    y0, y1 = halve(b_y)
+    x00, x01 = halve(x0)
+    x10, x11 = halve(x1)
+    y00, y01 = halve(y0)
+    y10, y11 = halve(y1)
+    b_xs, b_ys = (x00, x01, x10, x11), (y00, y01, y10, y11)
+    for i in tl.static_range(4):
+        b = tl.reshape(decoded(b_kept[i], FORMAT, HARDWARE_FP8), [ROWS // 4, GROUPS * BV])
+        b_read_x = add_by_rows(b, b_xs[i], b_read_x, DEPTH - 2)
+        b_read_y = add_by_rows(b, b_ys[i], b_read_y, DEPTH - 2)
+    if SCALED:
+        b_scale = tl.reshape(tl.broadcast_to(b_scale[None, None, :], [1, GROUPS, BV]), [1, GROUPS * BV])
+        b_read_x, b_read_y = tl.fma(b_read_x, b_scale, b_sum_x), tl.fma(b_read_y, b_scale, b_sum_y)
+    return b_read_x, b_read_y
+
+
+@triton.jit
+def decoded(b, FORMAT: tl.constexpr, HARDWARE_FP8: tl.constexpr):
+    if b.dtype == tl.uint8:
         return decode(b, FORMAT, HARDWARE_FP8)
     else:
         return b.to(tl.float32)
 
 
 @triton.jit
-def read_checkpoint(b_code, b_scale, b_x, GRANULARITY: tl.constexpr):
-    """Cᵀx in parts, [BL, BV], the scales multiplied in where they are fewest."""
-    if GRANULARITY == "tile" or GRANULARITY == "key_row":
-        b_x = b_x * b_scale
-    b_part = tl.sum(b_code * tl.reshape(b_x, [b_code.shape[0], b_code.shape[1]])[:, :, None], axis=0)
-    if GRANULARITY == "value_row":
-        return b_part * b_scale[None, :]
-    else:
-        return b_part
-
-
-@triton.jit
-def decayed_state(
-    b_s,
-    g,
-    ring,
-    call,
-    window,
-    at,
-    i_v,
-    i_h,
-    i_hv,
-    dims: tl.constexpr,
-    IS_KDA: tl.constexpr,
-    IN_RING: tl.constexpr,
-):
-    """R [BK, BV] of a token, from the checkpoint b_s and the entries, the newest first."""
-    LENGTH: tl.constexpr = dims[6]
-    cursor, start = window
-    since = g  # log decay from the entries already read to the token
-    b_entries = tl.zeros([b_s.shape[0], b_s.shape[1]], tl.float32)
-    for back in range(cursor):
-        b_k, b_r, b_g = load_entry(ring, call, cursor - 1 - back, window, at, i_v, i_h, i_hv, dims, IS_KDA, IN_RING)
-        b_kd = b_k * tl.exp(since)
-        b_entries = tl.fma(b_kd[:, None], tl.broadcast_to(b_r[None, :], b_s.shape), b_entries)
-        since += b_g
-    b_decay = tl.exp(since)
-    if IS_KDA:
-        b_decay = b_decay[:, None]
-    if LENGTH > 1:
-        return b_s * b_decay + b_entries
-    else:
-        return b_s * b_decay
+def halve(b):
+    """Upper and lower rows."""
+    return tl.split(tl.permute(tl.reshape(b, [2, b.shape[0] // 2, b.shape[1]]), (1, 2, 0)))
 
 
 @triton.jit
@@ -185,11 +306,28 @@ def store_lost(p_lost, state, b_lost, i_v, K: tl.constexpr, V: tl.constexpr, FEE
 
 
 @triton.jit
-def flush_token(
+def add_entries(b_k, b_r, b_sum, BFLOAT16: tl.constexpr):
+    """sum + Σ k_i r_iᵀ. Where r was bfloat16 the matrix units multiply it by k in three parts, which lose nothing."""
+    b_k = tl.trans(b_k)
+    if BFLOAT16:
+        b_high = b_k.to(tl.bfloat16)
+        b_rest = b_k - b_high.to(tl.float32)
+        b_middle = b_rest.to(tl.bfloat16)
+        b_low = (b_rest - b_middle.to(tl.float32)).to(tl.bfloat16)
+        b_r = b_r.to(tl.bfloat16)
+        if INTERPRETED:  # which multiplies the integers that it holds bfloat16 in
+            b_high, b_middle, b_low = b_high.to(tl.float32), b_middle.to(tl.float32), b_low.to(tl.float32)
+            b_r = b_r.to(tl.float32)
+        return tl.dot(b_high, b_r, tl.dot(b_middle, b_r, tl.dot(b_low, b_r, b_sum)))
+    else:
+        return tl.dot(b_k, b_r, b_sum, input_precision="ieee")
+
+
+@triton.jit
+def flush_window(
     b_s,
     b_lost,
-    token,  # (q, k, v, g, beta) as `load_token` has them
-    k_scale,
+    q,
     counters,
     scale,
     ring,
@@ -210,24 +348,25 @@ def flush_token(
     FEEDBACK: tl.constexpr,
     IN_RING: tl.constexpr,
 ):
-    """(o [BV], r and its scale as they are kept, the new checkpoint's codes and scales, what was lost) of a window's
-    last token.
+    """(the new checkpoint's codes and scales, what was lost, o [BV] where READ_STORED) after a window's last token.
 
-    b_s: the checkpoint before; b_lost: what its rounding lost.
+    b_s: the checkpoint before; b_lost: what its rounding lost; q: of the last token; window: with all entries.
     """
     V: tl.constexpr = dims[3]
     BK: tl.constexpr = dims[4]
     BV: tl.constexpr = dims[5]
-    q, k, v, g, beta = token
-    b_q = q.to(tl.float32) * scale
-    b_k = read_factor(keep_key(k, ring[0]), k_scale, HARDWARE_FP8)
-    b_s = decayed_state(b_s, g, ring, call, window, at, i_v, i_h, i_hv, dims, IS_KDA, IN_RING)
-    b_error = v.to(tl.float32) - tl.sum(b_s * b_k[:, None], axis=0)
-    b_kept, r_scale = keep_update(beta.to(tl.float32) * b_error, ring[1], HARDWARE_FP8)
-    b_r = read_factor(b_kept, r_scale, HARDWARE_FP8)
-    b_s = tl.fma(b_k[:, None], tl.broadcast_to(b_r[None, :], b_s.shape), b_s)
-    if not READ_STORED:
-        b_o = tl.sum(b_s * b_q[:, None], axis=0)
+    ORDER: tl.constexpr = 4 if IS_KDA else 1  # of entries, and so of their sum: whatever the warps
+    BLOCKS: tl.constexpr = (dims[6] + dims[7] - 1) // dims[7]
+    since = tl.zeros([BK], tl.float32) if IS_KDA else tl.full([], 0.0, tl.float32)
+    b_entries = tl.zeros([BK, BV], tl.float32)
+    for back in tl.static_range(BLOCKS):
+        block = BLOCKS - 1 - back
+        b_k, b_log, since = load_keys(ring, call, block, since, window, at, i_h, i_hv, dims, ORDER, IS_KDA, IN_RING)
+        b_k *= tl.exp(b_log) if IS_KDA else tl.exp(b_log)[:, None]
+        b_r = load_updates(ring, call, block, window, at, i_v, i_hv, dims, ORDER, 16, IN_RING)
+        b_entries = add_entries(b_k, b_r, b_entries, ring[1].dtype.element_ty == tl.bfloat16)
+    b_decay = tl.exp(since)
+    b_s = b_s * (b_decay[:, None] if IS_KDA else b_decay) + b_entries
     if FEEDBACK:
         b_s += b_lost
     if DRAWN:
@@ -238,6 +377,7 @@ def flush_token(
         b_code, b_scale, b_stored = round_state(b_s, FORMAT, GRANULARITY, HARDWARE_FP8)
     if FEEDBACK:
         b_lost = b_s - b_stored
+    b_o = tl.zeros([BV], tl.float32)
     if READ_STORED:
-        b_o = tl.sum(b_stored * b_q[:, None], axis=0)
-    return b_o, b_kept, r_scale, b_code, b_scale, b_lost
+        b_o = tl.sum(b_stored * (q.to(tl.float32) * scale)[:, None], axis=0)
+    return b_code, b_scale, b_lost, b_o

@@ -8,7 +8,7 @@ shows. Its reads take part in the search for races, each warp of a group reading
 not have been written since the last fence.proxy.async (asynchronous copies write when they arrive).
 
 Not modelled: which warp a fence is for, wgmma.fence, the order of a warp group's products. Only what Triton makes for
-16-bit operands: float32 sums, 128-byte swizzles, operands in either order (PTX ISA, "Asynchronous Warpgroup Level
+16-bit operands: float32 sums, swizzled operands in either order (PTX ISA, "Asynchronous Warpgroup Level
 Matrix Instructions").
 """
 
@@ -29,7 +29,7 @@ from ptx_memory import KEYS, Memory
 
 GROUP = 4 * LANES  # threads that issue a product together
 DEPTH = 16  # of a product
-REPEAT = 1024  # bytes of eight swizzled rows
+SWIZZLES = {1: 128, 2: 64, 3: 32}  # bytes, by a descriptor's last bits
 
 
 class FencedMemory(Memory):
@@ -118,14 +118,16 @@ def operand(program: Program, i: Instruction, warp: int, name: str, rows: int, t
     descriptors = program.read(name, TYPES["u64"])[warp * LANES : warp * LANES + GROUP]
     descriptor = int(descriptors[0])
     start, leading, stride = ((descriptor >> bit & 0x3FFF) << 4 for bit in (0, 16, 32))
-    if descriptor >> 62 != 1 or stride != REPEAT or (descriptors != descriptor).any():
+    bytes_beside = SWIZZLES.get(descriptor >> 62, 0)  # in a row of memory
+    if stride != 8 * bytes_beside or bytes_beside < DEPTH * 2 or (descriptors != descriptor).any():
         raise ptx_emulator._unknown(i)
     row, depth = np.arange(rows)[:, None], np.arange(DEPTH)
-    if transposed:  # memory has 64 rows of the operand side by side, and then the next 64
-        address = start + row // 64 * leading + depth // 8 * stride + depth % 8 * 128 + row % 64 * 2
+    if transposed:  # memory has so many rows of the operand side by side, and then the next ones
+        beside = bytes_beside // 2
+        address = start + row // beside * leading + depth // 8 * stride + depth % 8 * bytes_beside + row % beside * 2
     else:
-        address = start + row // 8 * stride + row % 8 * 128 + depth * 2
-    address = (address ^ (address >> 7 & 7) << 4).ravel()
+        address = start + row // 8 * stride + row % 8 * bytes_beside + depth * 2
+    address = (address ^ (address >> 7 & bytes_beside // 16 - 1) << 4).ravel()
     shared: Any = program.spaces["shared"]
     if shared.unfenced[address].any():
         shared.races.add(f"no fence.proxy.async after a write: {i.text}")

@@ -19,6 +19,7 @@ import recurrent_oracle
 import replay_oracle
 import torch
 from emulated_run import EmulatedRun, emulated_run
+from ptx_wgmma import matrix_units
 from recurrent_oracle import SPECS
 
 from jlaqat.kernels import recurrent_pipeline, replay_pipeline
@@ -129,6 +130,11 @@ def replay_call(gate, name, window, settings):
     ids=str,
 )
 def test_replay_forward_gradients_steps_and_cuts(gate, name, window, settings):
+    with matrix_units():  # of a flush
+        check_replay(gate, name, window, settings)
+
+
+def check_replay(gate, name, window, settings):
     tokens, state, ring, options = replay_call(gate, name, window, settings)
     counters = replay_oracle.make_counters(tokens, len(ring.cursor)) if "drawn" in settings else None
     given = tokens, state, ring, options, emulated_run
