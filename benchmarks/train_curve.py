@@ -2,13 +2,14 @@
 
     python3 benchmarks/train_curve.py --jobs 8                        # eight runs, most of whose time is compiling
     python3 benchmarks/train_curve.py --runs "xla float32"            # one of them; what the file has of others stays
+    python3 benchmarks/train_curve.py --limit 200                     # seconds; then runs count as far as they came
     python3 benchmarks/train_curve.py --smoke                         # on a CPU: does it run? Kernels are left out
 
 Each run is the command line's own with the configs train/gdn_1024_fp8 and train/kda_1024_fp8 (12 layers, 1024 wide), at
 half of their length, on the text files in --text (this repository's docs): the same data in the same order. Runs of a
 gate differ in the backend of the recurrence alone (triton, xla; bfloat16), and, for a scale of what a difference means,
 in the activations' dtype (xla, float32) and in the seed of the weights (xla, seed 1). The distance between two curves
-is the mean absolute difference of their losses, smoothed over 20 steps, after the warm-up.
+is the mean absolute difference of their losses, smoothed over 20 steps, after the warm-up, as far as both go.
 
 Writes losses and distances to benchmarks/results/train_curve_h200.json and a plot beside it.
 """
@@ -77,7 +78,13 @@ def about() -> dict[str, Any]:
 
 
 def losses_of(folder: Path) -> list[float]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    """Of each step so far."""
+    path = folder / "metrics.jsonl"
+    lines = (
+        [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        if path.exists()
+        else []
+    )
     return [line["loss"] for line in lines if line["kind"] == "train"]
 
 
@@ -90,19 +97,25 @@ def smoothed(losses: list[float]) -> list[float]:
     return [sum(losses[max(0, i - SMOOTH + 1) : i + 1]) / min(i + 1, SMOOTH) for i in range(len(losses))]
 
 
-def distance(a: list[float], b: list[float]) -> float:
+def distance(a: list[float], b: list[float]) -> float | None:
     """Mean absolute difference of two smoothed curves after the first tenth."""
-    first = len(a) // 10 + SMOOTH
-    pairs = list(zip(smoothed(a), smoothed(b), strict=True))[first:]
-    return sum(abs(x - y) for x, y in pairs) / len(pairs)
+    pairs = list(zip(smoothed(a), smoothed(b)))
+    pairs = pairs[len(pairs) // 10 + SMOOTH :]
+    return sum(abs(x - y) for x, y in pairs) / len(pairs) if pairs else None
 
 
 def run_all(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Rows as the runs end."""
     names = ["xla bf16", "xla bf16, seed 1"] if args.smoke else args.runs or list(RUNS)
     waiting, going = [(gate, name) for gate in args.gates.split(",") for name in names], []
+    end = time.monotonic() + args.limit
     with tempfile.TemporaryDirectory() as root:
         while waiting or going:
+            if time.monotonic() > end:
+                waiting.clear()
+                for *_, process, _ in going:
+                    process.kill()
+                    process.wait()
             while waiting and len(going) < args.jobs:
                 gate, name = waiting.pop(0)
                 folder = Path(root) / f"{gate}-{name}".replace(" ", "-").replace(",", "")
@@ -110,13 +123,19 @@ def run_all(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             for job in [job for job in going if job[3].poll() is not None]:
                 going.remove(job)
                 gate, name, folder, process, began = job
-                if process.returncode:
-                    log = folder.with_suffix(".log").read_text()
+                log, losses = folder.with_suffix(".log").read_text(), losses_of(folder)
+                if process.returncode and time.monotonic() < end:
                     raise RuntimeError(f"{gate}, {name} ended with status {process.returncode}:\n{log[-2000:]}")
-                losses = losses_of(folder)
-                row = {"gate": gate, "run": name, **RUNS[name], "quant": "state+w fp8", "steps": args.steps}
+                if len(losses) <= 2 * SMOOTH:
+                    print(
+                        f"{gate}, {name}: {len(losses)} steps when the time was up. Its log ends with\n{log[-400:]}",
+                        flush=True,
+                    )
+                    continue
+                row = {"gate": gate, "run": name, **RUNS[name], "quant": "state+w fp8", "steps": len(losses)}
                 row |= about()
-                row |= {"held_out": held_out(folder), "seconds": round(time.monotonic() - began, 1)}
+                ended = None if process.returncode else held_out(folder)
+                row |= {"held_out": ended, "seconds": round(time.monotonic() - began, 1)}
                 yield row | {"losses": [round(x, 5) for x in losses]}
                 print(gate, name, f"last {losses[-1]:.4f}, held out {row['held_out']}", flush=True)
             time.sleep(0.2)
@@ -127,7 +146,8 @@ def add_distances(rows: list[dict[str, Any]]) -> None:
     references = {row["gate"]: row["losses"] for row in rows if row["run"] == REFERENCE}
     for row in rows:
         reference = references.get(row["gate"])
-        row["distance"] = None if reference is None else round(distance(row["losses"], reference), 5)
+        apart = None if reference is None else distance(row["losses"], reference)
+        row["distance"] = None if apart is None else round(apart, 5)
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
@@ -158,6 +178,9 @@ def main() -> None:
     parser.add_argument("--text", default=str(RESULTS.parents[1] / "docs"), help="folder of text files")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--jobs", type=int, default=1, help="runs at once")
+    parser.add_argument(
+        "--limit", type=float, default=float("inf"), help="seconds; what runs then is stopped, and counts"
+    )
     parser.add_argument("--smoke", action="store_true", help="a tiny model, on xla, written nowhere")
     args = parser.parse_args()
     if args.smoke:

@@ -94,7 +94,9 @@ def main() -> int:
         run(folder, which)
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
-        (folder / f"{which}.error").write_text(f"{type(error).__name__}: {lines[-1][:300]}")
+        # CUDA says what is wrong at first and Triton at last.
+        said = " … ".join(line[:300] for line in dict.fromkeys((lines[0], lines[-1])))
+        (folder / f"{which}.error").write_text(f"{type(error).__name__}: {said}")
         raise
     return 0
 
