@@ -23,7 +23,6 @@ from jlaqat.spec import QuantSpec, fit_to_site
 KEY_ROW = 32  # values that share a scale under "key_row"
 BACKWARD_WIDTH = 32  # columns of a backward's program at most: nothing is rounded there, and four fit a multiprocessor
 COLUMNS = 4  # of them side by side in a thread
-NEIGHBOURS = True  # keys of a thread, see `key_order`
 NEVER = 1 << 30
 
 
@@ -198,7 +197,13 @@ class Call(NamedTuple):
     def depths(self) -> dict[str, int]:
         """The same of a thread of a backward, and of its columns."""
         rows = self.depth(COLUMNS, self.warps(states=2))
-        return {"ROWS": rows, "COLUMNS": COLUMNS.bit_length() - 1, "BESIDE": 1 << rows if NEIGHBOURS else 1}
+        return {"ROWS": rows, "COLUMNS": COLUMNS.bit_length() - 1, "BESIDE": self.beside(rows, backward=True)}
+
+    def beside(self, depth: int, *, backward: bool = False) -> int:
+        """How many neighbouring keys lie side by side in a thread that has 2^depth (`key_order`): all, where that was
+        quicker on an H200, with vectors of decays, and with scales by key in a forward."""
+        is_kda = len(self.tokens.g.shape) == 4
+        return 1 << depth if is_kda or (self.granularity == "key_row" and not backward) else 1
 
     @property
     def programs_v(self) -> int:
@@ -332,7 +337,7 @@ def forward(
             "SEED": options.state.seed if call.drawn and options.state else 0,
             # Four sums side by side (eight of float32) hide how long one takes from term to term.
             "ROWS": max(rows - (call.vector() < 4 or call.format == "float32"), 0),
-            "BESIDE": 1 << rows if NEIGHBOURS else 1,
+            "BESIDE": call.beside(rows),
         },
         num_warps=warps,
         num_stages=1,
