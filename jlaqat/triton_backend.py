@@ -28,10 +28,8 @@ def why_not(inputs: Inputs, quant: DeltaQuant, compute_capability: int | None = 
     reason = cannot_run(compute_capability)
     if reason is not None:
         return reason
-    from jlaqat.kernels.call import Call, UnsupportedByKernels, triton_version
+    from jlaqat.kernels.call import Call, UnsupportedByKernels
 
-    if compute_capability >= 100 and quant.state is not None and triton_version() < (3, 9):
-        return "Triton before 3.9 cannot compile the rounded state scan for SM100 and newer (pip install 'triton>=3.9')"
     # How many sequences there are depends on cu_seqlens, and nothing that is asked here depends on it.
     operands = inputs._replace(initial_state=None)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), operands)

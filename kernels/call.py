@@ -20,6 +20,7 @@ SHARED_MEMORY = {
     103: 227,
     120: 99,
 }  # KiB a program, by architecture
+TENSOR_MEMORY = range(100, 110)  # architectures that have it: there Triton takes products in inlined functions only
 HOPPER_TRITON = (3, 9)  # jax-triton on Triton 3.7 fails to lower the forward scan (TritonGPURemoveLayoutConversions)
 STATE_FORMATS = ("e4m3", "int8")
 W_FORMATS = ("e4m3",)
@@ -221,6 +222,7 @@ class Call:
             "HARDWARE_FP8": self.options.hardware_fp8,
             "PRECISION": "tf32x3" if self.dtype == "float32" else "tf32",
             "MERGE_PRECISION": self.merge_precision,
+            "APART": self.options.architecture not in TENSOR_MEMORY,  # KDA's rare way is not inlined
         }
         return {name: known[name] for name in names}
 

@@ -67,15 +67,12 @@ def add_pair_gradients(b_dq, b_zr, b_dk, b_q, b_k, b_beta, b_row, b_column, b_da
     return b_dq, b_zr, b_dk
 
 
-@triton.jit(noinline=True)
+@triton.jit
 def store_fine_gradients(
     p_q, p_k, p_gsum, p_beta, p_da, p_dp, p_dq, p_dk, p_dg, p_part, row, n_rows, i_h, i_hv, i_k,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The fine levels' gradients of a block of channels, left where the kernel's own will stand.
-
-    A function of its own in the machine code, so that the usual way gives no registers to this one.
-    """
+    """The fine levels' gradients of a block of channels, left where the kernel's own will stand."""
     b_beta = load_scalars(p_beta, row, n_rows, i_hv, HV, BT)
     b_q = load_rows(p_q, row, n_rows, i_h, i_k, H, K, BT, BK)
     b_k = load_rows(p_k, row, n_rows, i_h, i_k, H, K, BT, BK)
@@ -96,6 +93,10 @@ def store_fine_gradients(
     store_rows(p_dq, b_dq, row, n_rows, i_hv, i_k, HV, K)
     store_rows(p_dk, b_zr + b_dk, row, n_rows, i_hv, i_k, HV, K)
     store_rows(p_dg, b_q * b_dq + b_k * (b_zr - b_dk), row, n_rows, i_hv, i_k, HV, K)
+
+
+# A function of its own in the machine code, as in `intra_chunk_kda`.
+store_fine_gradients_apart = triton.jit(store_fine_gradients.fn, noinline=True)
 
 
 @triton.jit
@@ -196,6 +197,7 @@ def kda_channels_backward_kernel(
     TILE_V: tl.constexpr,
     HARDWARE_FP8: tl.constexpr,
     PRECISION: tl.constexpr,
+    APART: tl.constexpr,
 ):
     pid = tl.program_id(0)
     BLOCKS: tl.constexpr = (K + BK - 1) // BK
@@ -225,7 +227,8 @@ def kda_channels_backward_kernel(
     shift = 4 + fits
     too_deep = least(b_last16 - b_first16) < -LIMIT
     if too_deep:
-        store_fine_gradients(
+        store_fine: tl.constexpr = store_fine_gradients_apart if APART else store_fine_gradients
+        store_fine(
             p_q, p_k, p_gsum, p_beta, p_da, p_dp, p_dq, p_dk, p_dg, p_part, row, n_rows, i_h, i_hv, i_k,
             H, HV, K, BT, BK, PRECISION,
         )  # fmt: skip

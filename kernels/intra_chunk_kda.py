@@ -95,7 +95,7 @@ def store_pairs(p, b, m, row, n_rows, i_hv, HV: tl.constexpr):
     tl.store(p + (row * HV + i_hv) * BT + row_offsets(0, BT, HV * BT, BT, BT), b.to(p.dtype.element_ty), mask=m)
 
 
-@triton.jit(noinline=True)
+@triton.jit
 def store_fine_pairs(
     p_q, p_k, p_gsum, p_a, p_p, p_beta, scale, row, n_rows, i_h, i_hv,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, LIMIT: tl.constexpr,
@@ -125,6 +125,10 @@ def store_fine_pairs(
         m = fine_mask(level, BT) & m_row
         store_pairs(p_a, b_a * b_beta[:, None], m, row, n_rows, i_hv, HV)
         store_pairs(p_p, b_p * scale, m, row, n_rows, i_hv, HV)
+
+
+# A function of its own in the machine code, so that the usual way gives no registers to it: where APART.
+store_fine_pairs_apart = triton.jit(store_fine_pairs.fn, noinline=True)
 
 
 @triton.jit
@@ -197,7 +201,7 @@ def store_blocks(
 def store_block_pairs(
     p_q, p_k, p_gsum, p_a, p_p, p_beta, scale, row, n_rows, i_h, i_hv, depth,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BKF: tl.constexpr,
-    LIMIT: tl.constexpr, PRECISION: tl.constexpr,
+    LIMIT: tl.constexpr, PRECISION: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     """P, zeros above the diagonal included, and A below it (elsewhere p_a is left undefined)."""
     b_a0 = tl.zeros([4, 16, 16], tl.float32)
@@ -223,7 +227,8 @@ def store_block_pairs(
     store_pairs(p_p, tl.zeros([BT, BT], tl.float32), o_block[:, None] < o_block[None, :], row, n_rows, i_hv, HV)
     if depth < -LIMIT:
         tl.debug_barrier()  # other threads may have stored what is stored again
-        store_fine_pairs(
+        store_fine: tl.constexpr = store_fine_pairs_apart if APART else store_fine_pairs
+        store_fine(
             p_q, p_k, p_gsum, p_a, p_p, p_beta, scale, row, n_rows, i_h, i_hv, H, HV, K, BT, BKF, LIMIT, PRECISION
         )  # fmt: skip
 
@@ -249,6 +254,7 @@ def kda_pairs_kernel(
     BKG: tl.constexpr,
     IS_PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
+    APART: tl.constexpr,
 ):
     pid = tl.program_id(0)
     i_c, i_hv = pid // HV, pid % HV
@@ -264,7 +270,7 @@ def kda_pairs_kernel(
         depth = tl.minimum(depth, least(b_last - b_first))
     store_block_pairs(
         p_q, p_k, p_gsum, p_a, p_p, p_beta, scale, row, n_rows, i_h, i_hv, depth, H, HV, K, BT, BK, BKG, LIMIT,
-        PRECISION,
+        PRECISION, APART,
     )  # fmt: skip
 
 

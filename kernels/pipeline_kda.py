@@ -46,7 +46,7 @@ def intra_forward(call: Call, p_chunks: Any, save_x: bool) -> dict[str, Any]:
             "p_p": call.by_row(hv, CHUNK_SIZE),
         },
         constants={
-            **call.dims("scale", "T", "NT", "H", "HV", "K", "BT", "IS_PACKED", "PRECISION"),
+            **call.dims("scale", "T", "NT", "H", "HV", "K", "BT", "IS_PACKED", "PRECISION", "APART"),
             "BK": call.width(knobs.bk, k),
             "BKG": call.width(GATE_BLOCK, k),
         },
@@ -209,7 +209,7 @@ def chunk_backward(
         },
         constants={
             **call.dims("scale", "T", "NT", "H", "HV", "K", "V", "BT", "IS_PACKED"),
-            **call.dims("STATE_FORMAT", "TILE_V", "HARDWARE_FP8", "PRECISION"),
+            **call.dims("STATE_FORMAT", "TILE_V", "HARDWARE_FP8", "PRECISION", "APART"),
             "ROWS": call.rows,
             "BK": bk,
             "BV": bv,

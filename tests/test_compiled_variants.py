@@ -12,12 +12,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 import compiled_variants as chosen
 
-from jlaqat.kernels.aot import compile_pipeline
-from jlaqat.spec import DeltaQuant
-
 NEVER_ROUNDED = ("state", "float32")
 IMPOSSIBLE = {
-    "chunks": {(("architecture", 100), ("gate", "kda"))},
+    "chunks": set(),
     "decoding": {(NEVER_ROUNDED, ("rounding", "stochastic")), (NEVER_ROUNDED, ("feedback", True))},
 }
 
@@ -43,9 +40,3 @@ def test_every_pair_of_values_is_compiled_or_named_impossible(name, axes, varian
 
 def test_there_are_few_variants():
     assert len(chosen.CHUNKED_VARIANTS) + len(chosen.DECODING_VARIANTS) <= 60
-
-
-def test_kda_does_not_compile_for_sm100():
-    """Where this fails, the pair is possible: take it out of `chunks_cannot`."""
-    with pytest.raises(RuntimeError, match="PassManager::run failed"):
-        compile_pipeline(100, "kda", "bfloat16", DeltaQuant(), key_dim=16, value_dim=16, heads=(1, 1))

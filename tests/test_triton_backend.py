@@ -1,6 +1,7 @@
 """The Triton backend where there is no GPU: what it says and what it would launch. Shards: test_triton_shards.py."""
 
 import functools
+import importlib.util
 import os
 import sys
 import types
@@ -15,6 +16,7 @@ pytest.importorskip("jax_triton")
 
 sys.path.insert(0, os.path.dirname(__file__))
 
+from compiled_variants import ARCHITECTURES
 from kernel_launches import BACKWARD, FORWARD, FP8, as_dict, kernel_names, op_loss, shapes
 
 import jlaqat
@@ -28,12 +30,27 @@ from jlaqat.triton_backend import delta_rule_triton, why_not
 
 def test_why_not_names_what_stands_in_the_way():
     assert "JAX runs on 'cpu'" in str(why_not(shapes(), FP8))
-    assert why_not(shapes(), FP8, compute_capability=90) is None
+    for architecture in ARCHITECTURES:
+        assert why_not(shapes(), FP8, compute_capability=architecture) is None
     assert "SM75" in str(why_not(shapes(), FP8, compute_capability=75))
     assert "K=8" in str(why_not(shapes(K=8), FP8, compute_capability=90))
     assert "float64" in str(why_not(shapes(dtype="float64"), FP8, compute_capability=90))
     stochastic = DeltaQuant(state=QuantSpec.fp8(rounding="stochastic"))
     assert "rounding='stochastic'" in str(why_not(shapes(), stochastic, compute_capability=90))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("jax_cuda13_plugin") is None, reason="jax-cuda13-plugin is not installed")
+@pytest.mark.parametrize("gate", ["gdn", "kda"])
+@pytest.mark.parametrize("architecture", [100, 120])
+def test_auto_lowers_rounded_states_for_blackwell(architecture, gate):
+    """Every kernel of a gradient is compiled there by Triton, though no such GPU is here."""
+    x = shapes(B=1, T=64, HV=1)
+    if gate == "kda":
+        x = x._replace(g=jax.ShapeDtypeStruct(x.k.shape, jnp.float32))
+    with compile_for(architecture):
+        traced = jax.jit(jax.grad(op_loss)).trace(as_dict(x))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@triton_kernel_call_ffi") == len(kernel_names(traced.jaxpr.jaxpr)) > 0
 
 
 @pytest.mark.parametrize(
