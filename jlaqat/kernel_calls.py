@@ -117,6 +117,10 @@ class Target:
             **inputs,
             **launch.constants,
         )
+        if launch.in_place:
+            # In a scan XLA fuses a launch with the stacking of its results, and then leaves out what was changed in
+            # place, or launches twice, once on copies; behind a barrier it stacks what the launch has left.
+            outputs = jax.lax.optimization_barrier(outputs)
         # jax-triton does not know that what it returns differs between devices as its operands do.
         names = (*launch.outputs, *launch.in_place)
         return {name: vary_over(x, axes) for name, x in zip(names, outputs, strict=True)}

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import sys
 
 import jax
@@ -69,6 +70,16 @@ def test_what_is_launched():
             assert kernel_names(jax.make_jaxpr(run)(inputs).jaxpr) == ["replay_forward", "replay_backward", *sums]
     assert carry.values.dtype == jnp.float8_e4m3fn and carry.ring_k.shape == (2, 3, 1, 16)
     assert carry.ring_r.dtype == jnp.bfloat16
+
+
+def test_what_is_changed_in_place_is_not_fused_with_stacking_it():
+    """XLA would leave it out of the stack, or launch twice (seen on an H200, and in the program that XLA compiles)."""
+    x = jax.eval_shape(operands)
+    with jlaqat.compile_for(90):
+        carry = jax.eval_shape(functools.partial(loss, backend="triton"), x)[1][1]
+        text = str(jax.make_jaxpr(steps)(x, carry))
+    found = re.findall("triton_kernel_call|optimization_barrier", text)
+    assert found[:4] == ["triton_kernel_call", "optimization_barrier"] * 2
 
 
 def test_a_prefix_leaves_an_empty_ring_to_the_kernels():
