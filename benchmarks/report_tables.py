@@ -23,13 +23,11 @@ def words(results: Results) -> dict[str, str]:
     dates = sorted({row["date"] for row in results.rows})
     spreads = sorted((row["ms_max"] - row["ms_min"]) / row["ms"] for row in results.rows if "ms" in row) or [0.0]
     ceilings = results.ceilings or {}
-    held_out = [row["held_out"] for row in results.curves if row["gate"] == "gdn"]
     return {
         "machine": ", ".join(sorted({row["machine"] for row in results.rows})) or "No machine yet",
         "dates": " to ".join(dict.fromkeys((dates or [DASH])[:: max(1, len(dates) - 1)])),
         "versions": ", ".join(f"{package} {'/'.join(sorted(found))}" for package, found in sorted(versions.items())),
         "spread": f"{100 * spreads[len(spreads) // 2]:.1f} %",
-        "held_out_gap": f"{max(held_out, default=0) - min(held_out, default=0):.5f}",
         "compilers": str(max((row["compiling"] for row in results.rows if "compiling" in row), default=0)),
         "copy": number(ceilings.get("copy_tb_per_s"), 2),
         "rate": number(ceilings.get("bf16_tflop_per_s"), 0),
