@@ -24,7 +24,6 @@ from jlaqat.kernels.kept_state import (
 )
 from jlaqat.kernels.key_order import by_rows, keys_of_rows
 from jlaqat.kernels.philox import draw_words
-from jlaqat.kernels.rounding import INTERPRETED
 from jlaqat.kernels.token_gradients import outer_product_added, reverse_token, sum_over_keys
 
 
@@ -127,19 +126,16 @@ def recurrent_forward_kernel(
     ROWS: tl.constexpr,  # depth of the sums over keys, see `token_gradients`
     BESIDE: tl.constexpr,  # the order of rows, see `key_order`
 ):
-    # The interpreter compares bits with a flush of replay, which decays the state and sums in the plain way.
-    DEPTH: tl.constexpr = 0 if INTERPRETED else ROWS
-    ORDER: tl.constexpr = 1 if INTERPRETED else BESIDE
     i_v, i_hv, i_n, i_h = locate_program(H, HV, V, BV)
     o_k = tl.arange(0, BK)
     o_v = i_v + tl.arange(0, BV)
     state = i_n * HV + i_hv
     b_entering, b_scale = load_kept(
-        p_values, p_scale, state, i_v, K, V, BK, BV, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR, 0, ORDER
+        p_values, p_scale, state, i_v, K, V, BK, BV, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR, 0, BESIDE
     )
     b_code = b_entering.to(tl.float32)
     i_b, first, count = rows_of(p_first, p_count, i_n, T, PER_ROW, RAGGED)
-    o_row = keys_of_rows(BK, ORDER)
+    o_row = keys_of_rows(BK, BESIDE)
     o_s = o_row[:, None] * V + o_v[None, :]
     m_s = (o_row < K)[:, None] & (o_v < V)[None, :]
     if FEEDBACK:
@@ -159,7 +155,7 @@ def recurrent_forward_kernel(
                 GRANULARITY,
                 HARDWARE_FP8,
                 VECTOR,
-                ORDER,
+                BESIDE,
             )
             if FEEDBACK:
                 tl.store(p_lost_out + state * K * V + o_s, b_lost, mask=m_s)
@@ -174,39 +170,36 @@ def recurrent_forward_kernel(
         sequence, step = tl.load(p_counters + state * 4 + 2), tl.load(p_counters + state * 4 + 3)
     q, k, v, g, beta = load_token(p_q, p_k, p_v, p_g, p_beta, row, i_h, i_hv, o_k, o_v, H, HV, K, V, IS_KDA)
     for t in range(count):
-        b_q = by_rows(q.to(tl.float32) * scale, ORDER)
-        b_k = by_rows(k.to(tl.float32), ORDER)
+        b_q = by_rows(q.to(tl.float32) * scale, BESIDE)
+        b_k = by_rows(k.to(tl.float32), BESIDE)
         b_v = v.to(tl.float32)
         b_beta = beta.to(tl.float32)
         b_decay = tl.exp(g.to(tl.float32))
         if IS_KDA:
-            b_decay = by_rows(b_decay, ORDER)
+            b_decay = by_rows(b_decay, BESIDE)
         ahead = row + tl.minimum(count - 1 - t, 1)
         q, k, v, g, beta = load_token(p_q, p_k, p_v, p_g, p_beta, ahead, i_h, i_hv, o_k, o_v, H, HV, K, V, IS_KDA)
-        if INTERPRETED:
-            b_s = apply_scale(b_code, b_scale, FORMAT, GRANULARITY) * (b_decay[:, None] if IS_KDA else b_decay)
-        else:
-            b_s = decay_kept(b_code, b_scale, b_decay, IS_KDA, FORMAT, GRANULARITY)
-        b_error = b_v - sum_over_keys(b_s, b_k, DEPTH)
+        b_s = decay_kept(b_code, b_scale, b_decay, IS_KDA, FORMAT, GRANULARITY)
+        b_error = b_v - sum_over_keys(b_s, b_k, ROWS)
         b_r = b_beta * b_error
         if STRIDE == 1:
             tl.store(p_error + (row * HV + i_hv) * V + o_v, b_error, mask=o_v < V)
         # Not with INT8, whose bytes are packed by four columns side by side, nor on SM80, where it would spill.
-        b_s = outer_product_added(b_k, b_r, b_s, DEPTH if HARDWARE_FP8 and FORMAT != "int8" else 0)
+        b_s = outer_product_added(b_k, b_r, b_s, ROWS if HARDWARE_FP8 and FORMAT != "int8" else 0)
         if not READ_STORED:
-            b_o = sum_over_keys(b_s, b_q, DEPTH)
+            b_o = sum_over_keys(b_s, b_q, ROWS)
         if FEEDBACK:
             b_s += b_lost
             b_lost = b_s
         if DRAWN:
-            words = draw_words(rounds + t + 1, layer_and_head, sequence, step, i_v, V, BK, BV, SEED, ORDER)
+            words = draw_words(rounds + t + 1, layer_and_head, sequence, step, i_v, V, BK, BV, SEED, BESIDE)
             b_kept, b_code, b_scale = round_kept(b_s, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR, words, DRAWN)
         else:
             b_kept, b_code, b_scale = round_kept(b_s, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR)
         if FEEDBACK:
             b_lost -= apply_scale(b_code, b_scale, FORMAT, GRANULARITY)
         if READ_STORED:
-            b_o = sum_over_keys(apply_scale(b_code, b_scale, FORMAT, GRANULARITY), b_q, DEPTH)
+            b_o = sum_over_keys(apply_scale(b_code, b_scale, FORMAT, GRANULARITY), b_q, ROWS)
         tl.store(p_o + (row * HV + i_hv) * V + o_v, b_o.to(p_o.dtype.element_ty), mask=o_v < V)
         if STRIDE:  # noqa: SIM102 (no branch where nothing is saved)
             if (t + 1) % STRIDE == 0:
@@ -224,7 +217,7 @@ def recurrent_forward_kernel(
                     GRANULARITY,
                     HARDWARE_FP8,
                     VECTOR,
-                    ORDER,
+                    BESIDE,
                 )
                 if SAVE_LOST:
                     tl.store(p_saved_lost + saved * K * V + o_s, b_lost, mask=m_s)
@@ -242,7 +235,7 @@ def recurrent_forward_kernel(
                 GRANULARITY,
                 HARDWARE_FP8,
                 VECTOR,
-                ORDER,
+                BESIDE,
             )
             if FEEDBACK:
                 tl.store(p_lost_out + state * K * V + o_s, b_lost, mask=m_s)
