@@ -335,8 +335,8 @@ def forward(
             "SAVE_LOST": save_lost,
             "DRAWN": call.drawn,
             "SEED": options.state.seed if call.drawn and options.state else 0,
-            # Four sums side by side (eight of float32) hide how long one takes from term to term.
-            "ROWS": max(rows - (call.vector() < 4 or call.format == "float32"), 0),
+            # Four sums side by side (sixteen of float32, or SM89 spills) hide how long one takes from term to term.
+            "ROWS": max(rows - (2 if call.format == "float32" else call.vector() < 4), 0),
             "BESIDE": call.beside(rows),
         },
         num_warps=warps,
