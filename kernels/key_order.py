@@ -1,4 +1,4 @@
-"""The order of a tile's rows in which the rows that a thread holds are neighbouring keys.
+"""The order of a tile's rows in which the rows that a thread holds are neighbours: keys, or entries of a ring.
 
 A compiler gives a warp rows that lie apart. With neighbouring keys in a thread, a warp's are neighbours as well, and so
 they are where vectors over keys are loaded and stored, an element a thread: nothing has to go from warp to warp.

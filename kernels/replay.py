@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 
 from jlaqat.kernels.kept_state import load_kept, load_rounded, store_rounded
-from jlaqat.kernels.recurrent import load_token, locate_program, rows_of
 from jlaqat.kernels.replay_ring import append, keep_key, load_factor_scale, store_ring, store_update
 from jlaqat.kernels.replay_token import (
     flush_window,
@@ -24,6 +23,7 @@ from jlaqat.kernels.replay_token import (
     load_lost,
     store_lost,
 )
+from jlaqat.kernels.token_operands import load_token, locate_program, rows_of
 
 FLUSHED = tl.constexpr(16)  # entries that a flush adds at a time: a matrix product takes no fewer
 

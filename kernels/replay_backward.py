@@ -4,9 +4,9 @@ import triton
 import triton.language as tl
 
 from jlaqat.kernels.kept_state import load_rounded
-from jlaqat.kernels.recurrent import load_token, locate_program, rows_of
-from jlaqat.kernels.replay_ring import load_either, load_factor_scale, read_factor
+from jlaqat.kernels.replay_ring import load_either, load_factor_scale, load_gates, read_factor
 from jlaqat.kernels.token_gradients import store_token_gradients
+from jlaqat.kernels.token_operands import load_token, locate_program, rows_of
 
 
 @triton.jit
@@ -91,7 +91,7 @@ def replay_backward_kernel(
         else:
             before = i_n * HV + i_hv
             b_s = load_rounded(p_values, p_scale, before, i_v, K, V, BK, BV, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR)
-        b_s = decayed_state(b_s, g, ring, call, (cursor, t - cursor), at, i_v, i_h, i_hv, dims, IS_KDA, False)
+        b_s = decayed_state(b_s, g, ring, call, (cursor, t - cursor), at, i_v, i_h, i_hv, dims, IS_KDA)
         b_k = read_factor(k, load_factor_scale(p_k, p_k_scale, row * H + i_h), HARDWARE_FP8)
         b_decay = tl.exp(g)
         if IS_KDA:
@@ -147,7 +147,6 @@ def decayed_state(
     i_hv,
     dims: tl.constexpr,
     IS_KDA: tl.constexpr,
-    IN_RING: tl.constexpr,
 ):
     """R [BK, BV] of a token, from the checkpoint b_s and the entries, the newest first."""
     LENGTH: tl.constexpr = dims[6]
@@ -155,7 +154,7 @@ def decayed_state(
     since = g  # log decay from the entries already read to the token
     b_entries = tl.zeros([b_s.shape[0], b_s.shape[1]], tl.float32)
     for back in range(cursor):
-        b_k, b_r, b_g = load_entry(ring, call, cursor - 1 - back, window, at, i_v, i_h, i_hv, dims, IS_KDA, IN_RING)
+        b_k, b_r, b_g = load_entry(ring, call, cursor - 1 - back, window, at, i_v, i_h, i_hv, dims, IS_KDA)
         b_kd = b_k * tl.exp(since)
         b_entries = tl.fma(b_kd[:, None], tl.broadcast_to(b_r[None, :], b_s.shape), b_entries)
         since += b_g
@@ -180,7 +179,6 @@ def load_entry(
     i_hv,
     dims: tl.constexpr,
     IS_KDA: tl.constexpr,
-    IN_RING: tl.constexpr,
 ):
     """(k [BK], r [BV], g: a number, for KDA [BK]) of entry i, which is in use."""
     cursor, start = window
@@ -204,20 +202,15 @@ def load_entry(
     later_k = m_k & later
     later_v = m_v & later
     o_ring, o_call = in_ring * H + i_h, in_call * H + i_h
-    b_k = load_either(ring[0], o_ring * K + o_k, call[0], o_call * K + o_k, m_k, later_k, IN_RING)
+    b_k = load_either(ring[0], o_ring * K + o_k, call[0], o_call * K + o_k, m_k, later_k, False)
     k_scale = 1.0
     if ring[0].dtype.element_ty == tl.uint8:
-        k_scale = load_either(ring[3], o_ring, call[3], o_call, always, later, IN_RING)
+        k_scale = load_either(ring[3], o_ring, call[3], o_call, always, later, False)
     o_ring, o_call = in_ring * HV + i_hv, in_call * HV + i_hv
-    b_r = load_either(ring[1], o_ring * V + o_v, call[1], o_call * V + o_v, m_v, later_v, IN_RING)
+    b_r = load_either(ring[1], o_ring * V + o_v, call[1], o_call * V + o_v, m_v, later_v, False)
     r_scale = 1.0
     if ring[1].dtype.element_ty == tl.uint8:
         group = i_v // BV
-        r_scale = load_either(
-            ring[4], o_ring * GROUPS + group, call[4], o_call * GROUPS + group, always, later, IN_RING
-        )
-    if IS_KDA:
-        b_g = load_either(ring[2], o_ring * K + o_k, call[2], o_call * K + o_k, m_k, later_k, IN_RING)
-    else:
-        b_g = load_either(ring[2], o_ring, call[2], o_call, always, later, IN_RING)
+        r_scale = load_either(ring[4], o_ring * GROUPS + group, call[4], o_call * GROUPS + group, always, later, False)
+    b_g = load_gates(ring, call, i, always, window, at, i_hv, dims, IS_KDA, False)
     return read_factor(b_k, k_scale, FP8), read_factor(b_r, r_scale, FP8), b_g

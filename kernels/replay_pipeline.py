@@ -131,9 +131,9 @@ def step(
     if _is_token_mode(ring):
         taken = recurrent_pipeline.forward(run, call.tokens, state, options, counters=counters)
         return Output(taken.o, taken.state, ring)
-    call.of_rounding(state, counters)  # raises before any launch
+    rounding = call.of_rounding(state, counters)
     o, ring_after = _join(run, call, tokens, state, ring)
-    return _flush(run, call, tokens, state, ring_after, ring.cursor, o, counters)
+    return _flush(run, call, tokens, state, ring_after, ring.cursor, o, rounding)
 
 
 def _join(run: Run, call: Call, tokens: Tokens, state: State, ring: Ring) -> tuple[Any, Ring]:
@@ -156,7 +156,8 @@ def _join(run: Run, call: Call, tokens: Tokens, state: State, ring: Ring) -> tup
         num_warps=warps,
         num_stages=1,
         fp_fusion=False,
-        max_registers=96 if call.coded else 128,  # five programs a multiprocessor; four, and two, are slower
+        # Of codes the fastest of 80, 96, 112 and 128 for GDN on an H200 (KDA: no slower); values want more.
+        max_registers=96 if call.coded else 128,
     )
     out = run(launch)
     entries = Ring(*(out.get(_pointer(name), x) for name, x in zip(Ring._fields, ring)))
@@ -164,14 +165,24 @@ def _join(run: Run, call: Call, tokens: Tokens, state: State, ring: Ring) -> tup
 
 
 def _flush(
-    run: Run, call: Call, tokens: Tokens, state: State, ring: Ring, cursor: Any, o: Any, counters: Any | None
+    run: Run,
+    call: Call,
+    tokens: Tokens,
+    state: State,
+    ring: Ring,
+    cursor: Any,
+    o: Any,
+    rounding: tuple[dict[str, Any], dict[str, Any]],
 ) -> Output:
-    """The checkpoints after the token: new ones where it filled its ring. cursor: before the token."""
-    rounding, rounding_constants = call.of_rounding(state, counters)
+    """The checkpoints after the token: new ones where it filled its ring.
+
+    ring: with the token in it; cursor: [N] int32, before the token; rounding: of `Call.of_rounding`.
+    """
+    given_to_round, rounding_constants = rounding
     n, hv = call.sequences, int(call.sizes[3])
     heads = next((d for d in range(1, hv) if hv % d == 0 and n * hv // d <= FLUSHES), hv)
     unread = ("p_k", "p_k_scale", "p_v", "p_g", "p_beta", "T")
-    given = {**call.inputs(state), **_pointers(tokens, ring), **rounding, "p_cursor": cursor, "p_o": o}
+    given = {**call.inputs(state), **_pointers(tokens, ring), **given_to_round, "p_cursor": cursor, "p_o": o}
     constants = {**call.constants_of(ring), **rounding_constants, "HEADS": heads}
     present = {"p_scale": call.coded, "p_lost": state.lost is not None, "p_o": call.options.read_stored}
     launch = Launch(
@@ -184,7 +195,7 @@ def _flush(
         num_warps=call.forward_warps(state),
         num_stages=1,
         fp_fusion=False,
-        max_registers=168,  # three programs
+        max_registers=168,  # the fastest of 128 (eight warps), 168 and 255 on an H200
     )
     out = run(launch)
     return Output(out.get("p_o", o), State(out["p_values"], out.get("p_scale"), out.get("p_lost")), ring)

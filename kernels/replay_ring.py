@@ -12,6 +12,8 @@ float32 scale for a key and one for the BV columns of r that a program has.
 import triton
 import triton.language as tl
 
+from jlaqat.kernels.halves import halve, join_halves
+from jlaqat.kernels.key_order import keys_of_rows
 from jlaqat.kernels.rounding import compute_scale, decode, encode, magnitude_bits, round_code
 
 
@@ -191,8 +193,7 @@ def load_keys(
 @triton.jit
 def order_of_entries(BL: tl.constexpr, GROUPS: tl.constexpr):
     """Entries [BL] of a block in the order in which they lie: a group's, which follow one another, are GROUPS apart."""
-    o = tl.arange(0, BL)
-    return o % GROUPS * (BL // GROUPS) + o // GROUPS
+    return keys_of_rows(BL, BL // GROUPS)
 
 
 @triton.jit
@@ -211,14 +212,13 @@ def sum_from_entries(b, GROUPS: tl.constexpr):
 @triton.jit
 def _sum_from_rows(b):
     """(sums of each row and all after it; of all rows, [1, W])"""
-    ROWS: tl.constexpr = b.shape[0]
-    if ROWS == 1:
+    if b.shape[0] == 1:
         return b, b
     else:
-        b0, b1 = tl.split(tl.permute(tl.reshape(b, [2, ROWS // 2, b.shape[1]]), (1, 2, 0)))
+        b0, b1 = halve(b)
         b0, b_first = _sum_from_rows(b0)
         b1, b_second = _sum_from_rows(b1)
-        return tl.reshape(tl.permute(tl.join(b0 + b_second, b1), (2, 0, 1)), b.shape), b_first + b_second
+        return join_halves(b0 + b_second, b1), b_first + b_second
 
 
 @triton.jit

@@ -19,7 +19,8 @@ Groups of arguments (ring, call, at, window, dims): see `replay_ring`; counters:
 import triton
 import triton.language as tl
 
-from jlaqat.kernels.kept_state import round_state
+from jlaqat.kernels.halves import halve
+from jlaqat.kernels.kept_state import load_scales, round_state
 from jlaqat.kernels.philox import draw_words
 from jlaqat.kernels.replay_ring import keep_key, keep_update, load_keys, load_updates, read_factor
 from jlaqat.kernels.rounding import INTERPRETED, decode
@@ -169,6 +170,7 @@ def load_quarter(
     GROUPS: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
+    """[BK // 4, BV]: row i of every group, and then row i + 1."""
     ROWS: tl.constexpr = BK // GROUPS // 4
     o = tl.arange(0, BK // 4)
     o_k = (o % GROUPS * (4 * ROWS) + quarter * ROWS + o // GROUPS)[:, None]
@@ -190,20 +192,18 @@ def load_checkpoint_scales(
     GRANULARITY: tl.constexpr,
     SHARED_BY: tl.constexpr,  # columns, by tile and key_row
 ):
-    """[BV] for a tile or value rows, [BK, BV // SHARED_BY] for key rows, 1 without codes."""
+    """As `load_scales` has them, but [BV] for a tile and [BK, BV // SHARED_BY] for key rows: a program has several."""
     COLUMNS: tl.constexpr = (V + SHARED_BY - 1) // SHARED_BY
     o_k = tl.arange(0, BK)
     o_v = i_v + tl.arange(0, BV)
-    if FORMAT != "e4m3" and FORMAT != "int8":
-        return tl.full([BV], 1.0, tl.float32)
-    elif GRANULARITY == "tile":
+    if GRANULARITY == "tile":
         return tl.load(p_scale + state * COLUMNS + o_v // SHARED_BY, mask=o_v < V, other=0.0)
     elif GRANULARITY == "key_row":
         o = i_v // SHARED_BY + tl.arange(0, BV // SHARED_BY)
         m = (o_k < K)[:, None] & (o < COLUMNS)[None, :]
         return tl.load(p_scale + (state * K + o_k)[:, None] * COLUMNS + o[None, :], mask=m, other=0.0)
     else:
-        return tl.load(p_scale + state * V + o_v, mask=o_v < V, other=0.0)
+        return load_scales(p_scale, state, i_v, K, V, BK, BV, FORMAT, GRANULARITY)
 
 
 @triton.jit
@@ -244,27 +244,14 @@ def read_checkpoint(
     y10, y11 = halve(y1)
     b_xs, b_ys = (x00, x01, x10, x11), (y00, y01, y10, y11)
     for i in tl.static_range(4):
-        b = tl.reshape(decoded(b_kept[i], FORMAT, HARDWARE_FP8), [ROWS // 4, GROUPS * BV])
+        b = decode(b_kept[i], FORMAT, HARDWARE_FP8) if b_kept[i].dtype == tl.uint8 else b_kept[i].to(tl.float32)
+        b = tl.reshape(b, [ROWS // 4, GROUPS * BV])
         b_read_x = add_by_rows(b, b_xs[i], b_read_x, DEPTH - 2)
         b_read_y = add_by_rows(b, b_ys[i], b_read_y, DEPTH - 2)
     if SCALED:
         b_scale = tl.reshape(tl.broadcast_to(b_scale[None, None, :], [1, GROUPS, BV]), [1, GROUPS * BV])
         b_read_x, b_read_y = tl.fma(b_read_x, b_scale, b_sum_x), tl.fma(b_read_y, b_scale, b_sum_y)
     return b_read_x, b_read_y
-
-
-@triton.jit
-def decoded(b, FORMAT: tl.constexpr, HARDWARE_FP8: tl.constexpr):
-    if b.dtype == tl.uint8:
-        return decode(b, FORMAT, HARDWARE_FP8)
-    else:
-        return b.to(tl.float32)
-
-
-@triton.jit
-def halve(b):
-    """Upper and lower rows."""
-    return tl.split(tl.permute(tl.reshape(b, [2, b.shape[0] // 2, b.shape[1]]), (1, 2, 0)))
 
 
 @triton.jit

@@ -8,6 +8,7 @@ registers as long as a thread holds elements of both; DEPTH counts how often it 
 import triton
 import triton.language as tl
 
+from jlaqat.kernels.halves import halve, join_halves
 from jlaqat.kernels.kept_state import decay_kept
 from jlaqat.kernels.key_order import by_keys, by_rows
 
@@ -23,12 +24,11 @@ def outer_product_added(b_x, b_y, b_z, DEPTH: tl.constexpr = 0):
     elif DEPTH == 0:
         return tl.fma(b_x, tl.broadcast_to(b_y[None, :], b_z.shape), b_z)
     else:
-        HALF: tl.constexpr = [2, b_z.shape[0] // 2, b_z.shape[1]]
-        b_x0, b_x1 = tl.split(tl.permute(tl.reshape(b_x, HALF), (1, 2, 0)))
-        b_z0, b_z1 = tl.split(tl.permute(tl.reshape(b_z, HALF), (1, 2, 0)))
+        b_x0, b_x1 = halve(b_x)
+        b_z0, b_z1 = halve(b_z)
         b_z0 = outer_product_added(b_x0, b_y, b_z0, DEPTH - 1)
         b_z1 = outer_product_added(b_x1, b_y, b_z1, DEPTH - 1)
-        return tl.reshape(tl.permute(tl.join(b_z0, b_z1), (2, 0, 1)), b_z.shape)
+        return join_halves(b_z0, b_z1)
 
 
 @triton.jit
@@ -37,9 +37,8 @@ def add_by_rows(b_x, b_y, b_sum, DEPTH: tl.constexpr):
     if DEPTH == 0:
         return tl.fma(b_x, b_y, b_sum)
     else:
-        HALF: tl.constexpr = [2, b_x.shape[0] // 2, b_x.shape[1]]
-        b_x0, b_x1 = tl.split(tl.permute(tl.reshape(b_x, HALF), (1, 2, 0)))
-        b_y0, b_y1 = tl.split(tl.permute(tl.reshape(b_y, HALF), (1, 2, 0)))
+        b_x0, b_x1 = halve(b_x)
+        b_y0, b_y1 = halve(b_y)
         return add_by_rows(b_x1, b_y1, add_by_rows(b_x0, b_y0, b_sum, DEPTH - 1), DEPTH - 1)
 
 
