@@ -1,6 +1,6 @@
 """Loss curves of `jlaqat train` with rounded states and w: do the kernels train as the xla backend does?
 
-    python3 benchmarks/train_curve.py --jobs 8                        # eight runs, most of whose time is compiling
+    python3 benchmarks/train_curve.py --jobs 2                        # eight runs, two at a time
     python3 benchmarks/train_curve.py --runs "xla float32"            # one of them; what the file has of others stays
     python3 benchmarks/train_curve.py --limit 200                     # seconds; then runs count as far as they came
     python3 benchmarks/train_curve.py --smoke                         # on a CPU: does it run? Kernels are left out
@@ -80,11 +80,9 @@ def about() -> dict[str, Any]:
 def losses_of(folder: Path) -> list[float]:
     """Of each step so far."""
     path = folder / "metrics.jsonl"
-    lines = (
-        [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-        if path.exists()
-        else []
-    )
+    text = path.read_text() if path.exists() else ""
+    whole = text[: text.rfind("\n") + 1]  # a line may be half written
+    lines = [json.loads(line) for line in whole.splitlines()]
     return [line["loss"] for line in lines if line["kind"] == "train"]
 
 
@@ -124,13 +122,11 @@ def run_all(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 going.remove(job)
                 gate, name, folder, process, began = job
                 log, losses = folder.with_suffix(".log").read_text(), losses_of(folder)
-                if process.returncode and time.monotonic() < end:
+                if process.returncode and time.monotonic() <= end:
                     raise RuntimeError(f"{gate}, {name} ended with status {process.returncode}:\n{log[-2000:]}")
-                if len(losses) <= 2 * SMOOTH:
-                    print(
-                        f"{gate}, {name}: {len(losses)} steps when the time was up. Its log ends with\n{log[-400:]}",
-                        flush=True,
-                    )
+                if process.returncode and len(losses) <= 2 * SMOOTH:
+                    print(f"{gate}, {name}: {len(losses)} steps when the time was up; too few. Its log ends:")
+                    print(log[-400:], flush=True)
                     continue
                 row = {"gate": gate, "run": name, **RUNS[name], "quant": "state+w fp8", "steps": len(losses)}
                 row |= about()
