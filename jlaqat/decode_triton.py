@@ -72,15 +72,17 @@ def decode_triton(
 
     inputs: q, k, v and beta in the caller's dtype, which o has too, or in float32; g float32, as the policy keeps it;
     initial_state is memory.S again, the one field of memory that a gradient flows to. o is 0 at tokens that are not
-    decoded. every: tokens between two states that are kept for the backward. portable: lowered for other platforms
-    than CUDA, run as the xla backend does.
+    decoded. every: tokens between two states that are kept for the backward, 1 or counted in blocks of 16. portable:
+    lowered for other platforms than CUDA, run as the xla backend does.
 
     Composes with jit (it runs on shards of batch and heads as they lie), grad, vmap (folded into the batch), scan,
     jax.checkpoint, and shard_map over batch and heads.
     """
+    from jlaqat.kernels.block_pipeline import whole_blocks
+
     counters = counters_of(policy, memory.position, inputs.v.shape[2], arrays)
     entering = Entering(memory.stored, memory.residual, counters)
-    how = How(target_of(portable=portable), policy, scale, every)
+    how = How(target_of(portable=portable), policy, scale, whole_blocks(every))
     o, S, stored, residual = _decode(how, inputs, entering, span)
     B, T = inputs.k.shape[:2]
     bounds = bounds_of(span, B, T)

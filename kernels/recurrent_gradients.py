@@ -39,11 +39,11 @@ def gather(
         q, k, v, g, beta = (_place(run, call, out[name], x) for name, x in zip(names, into))
         return Gradients(q, k, v, g, beta, out["p_ds_in"])
     _, _, h, hv, k, _ = call.sizes
-    (n, t), parts = call.rows, hv * call.programs_v
+    n, t = call.rows
     gates = (n, t, *call.tokens.g.shape[2:])
 
     def whole(x: Any, heads: int, width: int, shape: tuple[int, ...], dtype: str) -> Any:
-        return _sum_parts(run, x, n * t, parts, heads, width, dtype).reshape(shape)
+        return _sum_parts(run, x, n * t, int(x.shape[2]), heads, width, dtype).reshape(shape)
 
     q, key, _, g, beta = dtypes
     return Gradients(

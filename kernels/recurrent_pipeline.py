@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
-from jlaqat.kernels import recurrent
+from jlaqat.kernels import block_pipeline, recurrent
 from jlaqat.kernels.call import UnsupportedByKernels, power_of_two
 from jlaqat.kernels.launch import UNUSED, Buffer, Launch, Run, dtype_name
 from jlaqat.kernels.recurrent_gradients import Gradients, gather
@@ -200,8 +200,8 @@ class Call(NamedTuple):
         return {"ROWS": rows, "COLUMNS": COLUMNS.bit_length() - 1, "BESIDE": self.beside(rows, backward=True)}
 
     def beside(self, depth: int, *, backward: bool = False) -> int:
-        """How many neighbouring keys lie side by side in a thread that has 2^depth (`key_order`): all, where that was
-        quicker on an H200, with vectors of decays, and with scales by key in a forward."""
+        """How many neighbouring keys lie side by side in a thread that has 2^depth (`key_order`): all with vectors of
+        decays, and with scales by key in a forward; for GDN's tiles of E4M3 one was quicker on an H200."""
         is_kda = len(self.tokens.g.shape) == 4
         return 1 << depth if is_kda or (self.granularity == "key_row" and not backward) else 1
 
@@ -370,15 +370,21 @@ def backward(
     HV, K, V] float32. Gradients of tokens have the tokens' dtypes, or float32 where a head's need no summing up, and
     are not written for tokens that no sequence has. into: with bounds and `most`, gradients of tokens [B, T, ...],
     float32, in which those of the tokens that bounds say are written, in place, and which are returned.
+
+    Of codes and bfloat16 tokens by blocks of 16 tokens of a sequence (`block_pipeline`): segments that are to have the
+    bits of the whole are `whole_blocks` long.
     """
     call = Call(tokens, options, bounds, most, BACKWARD_WIDTH)
     _check(call)
     if saved.error is None:
         raise ValueError("saved.error is None: the backward wants what a forward saved with stride=1.")
+    dtypes = tuple("float32" if into else dtype_name(x) for x in tokens)
+    if block_pipeline.takes(call):
+        call, out = block_pipeline.launch(run, call, state, saved, do, d_leaving, dtypes[2])
+        return gather(run, call, out, into, dtypes)
     inputs, constants = call.ragged()
     given = call.inputs(state)
     del given["p_v"]
-    dtypes = tuple("float32" if into else dtype_name(x) for x in tokens)
     launch = Launch(
         kernel=recurrent.recurrent_backward_kernel,
         grid=call.programs,

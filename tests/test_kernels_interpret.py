@@ -18,6 +18,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
     [
         ("kernels_interpreted", ""),
         ("recurrent_interpreted", ""),
+        ("token_blocks_interpreted", ""),
         ("decode_interpreted", "not slow"),
         pytest.param("decode_interpreted", "slow", marks=pytest.mark.slow),
         ("replay_interpreted", "not slow"),

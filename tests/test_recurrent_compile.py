@@ -18,9 +18,16 @@ from jlaqat.spec import QuantSpec
 
 def allowed_stack(kernel):
     """Bytes a thread. A backward is held to 128 registers, for four programs a multiprocessor, and spills for it."""
-    if kernel != "recurrent_backward":
-        return 0
-    return 120 if triton_version() >= (3, 9) else 320
+    if kernel == "recurrent_backward":
+        return 120 if triton_version() >= (3, 9) else 320
+    # Held to 168 registers, for three; and with all keys of 64 columns (KDA's on SM89 552 with Triton 3.7).
+    return {"token_blocks": 450, "gradient_states": 600, "solve_blocks": 100}.get(kernel, 0)
+
+
+def of_backward(dtype, state):
+    """Kernels of a backward of token mode: codes and bfloat16 tokens have it by blocks."""
+    by_blocks = dtype == "bfloat16" and state is not None and state.format in ("e4m3", "int8")
+    return {"solve_blocks", "gradient_states", "token_blocks"} if by_blocks else {"recurrent_backward"}
 
 
 @pytest.mark.parametrize(
@@ -40,7 +47,7 @@ def test_compiles_and_only_the_backward_spills(architecture, gate, state):
     from jlaqat.kernels.aot import compile_recurrent
 
     report = compile_recurrent(architecture, gate, "bfloat16", state, key_dim=128, value_dim=128, heads=(4, 8))
-    assert {k.name for k in report} >= {"recurrent_forward", "recurrent_backward"}
+    assert {k.name for k in report} >= {"recurrent_forward", *of_backward("bfloat16", state)}
     assert [k for k in report if k.stack > allowed_stack(k.name)] == []
 
 
@@ -55,7 +62,7 @@ def test_every_kernel_compiles_and_fits(variant):
     report = compile_recurrent(architecture, gate, variant["dtype"], state, feedback=feedback, **sizes)
     names = {kernel.name for kernel in report}
     of_replay = {"replay_step", "replay_flush", "replay_forward", "replay_backward"}
-    assert names >= (of_replay if window else {"recurrent_forward", "recurrent_backward"})
+    assert names >= (of_replay if window else {"recurrent_forward", *of_backward(variant["dtype"], state)})
     assert ("place_rows" in names) == (packed and window is None)
     assert [kernel for kernel in report if kernel.shared > SHARED_MEMORY[architecture] * 1024] == []
 

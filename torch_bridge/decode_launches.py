@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from jlaqat.kernels import recurrent_pipeline, replay_pipeline
+from jlaqat.kernels.block_pipeline import whole_blocks
 from jlaqat.kernels.recurrent_pipeline import Bounds, Gradients, Options, State, Tokens
 from jlaqat.kernels.replay_pipeline import Ring
 from jlaqat.torch_bridge import run
@@ -55,7 +56,7 @@ def token_forward(
     every: int | None,
 ) -> tuple[torch.Tensor, State, State | None]:
     """(o, the last states, those after every so many tokens or None)."""
-    T = tokens.q.shape[1]
+    T, every = tokens.q.shape[1], every and whole_blocks(every)
     stride = every if every == 1 or (every and every < T) else None
     bounds = None if span is None else span.bounds
     out = recurrent_pipeline.forward(
@@ -79,7 +80,7 @@ def token_backward(
 
     Segments of at most so many tokens of every sequence, last first: run again from a saved state, then reversed.
     """
-    T = tokens.q.shape[1]
+    T, every = tokens.q.shape[1], whole_blocks(every)
     if every > 1 and span is None and every >= T:
         given = (run.torch_run, tokens, state, options)
         saved, every = recurrent_pipeline.forward(*given, counters=counters, stride=1).saved, 1
