@@ -76,17 +76,19 @@ def replay_step_kernel(
     cursor = tl.load(p_cursor + i_n)
     b_kept = load_checkpoint(p_values, head, i_v, K, V, BK, BV, GROUPS, VECTOR)
     b_scale = load_checkpoint_scales(p_scale, head, i_v, K, V, BK, BV, FORMAT, GRANULARITY, SHARED_BY)
-    q, k, v, g, beta = load_token(p_q, p_k, p_v, p_g, p_beta, i_n, i_h, i_hv, o_k, o_v, H, HV, K, V, IS_KDA)
+    q, k, _, g, _ = load_token(p_q, p_k, p_v, p_g, p_beta, i_n, i_h, i_hv, o_k, o_v, H, HV, K, V, IS_KDA)
     k_scale = load_factor_scale(p_k, p_k_scale, i_n * H + i_h)
     b_o, b_r, r_scale = join_token(
         b_kept,
         b_scale,
         p_q + (i_n * H + i_h) * K,
         p_k + (i_n * H + i_h) * K,
+        p_v + head * V,
+        p_beta + head,
+        q,
+        k,
         k_scale,
-        v,
         g,
-        beta,
         scale,
         ring,
         ring,
@@ -292,7 +294,7 @@ def replay_forward_kernel(
     tl.debug_barrier()
     b_kept = load_checkpoint(p_values_out, head, i_v, K, V, BK, BV, GROUPS, READ_VECTOR)
     b_scale = load_checkpoint_scales(p_scale_out, head, i_v, K, V, BK, BV, FORMAT, GRANULARITY, BV)
-    q, k, v, g, beta = load_token(p_q, p_k, p_v, p_g, p_beta, row, i_h, i_hv, o_k, o_v, H, HV, K, V, IS_KDA)
+    q, k, _, g, _ = load_token(p_q, p_k, p_v, p_g, p_beta, row, i_h, i_hv, o_k, o_v, H, HV, K, V, IS_KDA)
     for t in range(count):
         k_scale = load_factor_scale(p_k, p_k_scale, (row + t) * H + i_h)
         b_o, b_r, r_scale = join_token(
@@ -300,10 +302,12 @@ def replay_forward_kernel(
             b_scale,
             p_q + ((row + t) * H + i_h) * K,
             p_k + ((row + t) * H + i_h) * K,
+            p_v + ((row + t) * HV + i_hv) * V,
+            p_beta + (row + t) * HV + i_hv,
+            q,
+            k,
             k_scale,
-            v,
             g,
-            beta,
             scale,
             ring,
             call,
@@ -395,7 +399,7 @@ def replay_forward_kernel(
         o_row = ((row + t) * HV + i_hv) * V + o_v
         tl.store(p_o + o_row, b_o.to(p_o.dtype.element_ty), mask=o_v < V)
         ahead = row + tl.minimum(t + 1, count - 1)
-        q, k, v, g, beta = load_token(p_q, p_k, p_v, p_g, p_beta, ahead, i_h, i_hv, o_k, o_v, H, HV, K, V, IS_KDA)
+        q, k, _, g, _ = load_token(p_q, p_k, p_v, p_g, p_beta, ahead, i_h, i_hv, o_k, o_v, H, HV, K, V, IS_KDA)
     leaving = (p_ring_k_out, p_ring_r_out, p_ring_g_out, p_ring_k_scale_out, p_ring_r_scale_out)
     store_ring(leaving, ring, call, (cursor, start), at, i_v, i_h, i_hv, dims, IS_KDA)
     tl.store(p_cursor_out + i_n, cursor, mask=(i_v == 0) & (i_hv == 0))

@@ -22,7 +22,16 @@ import triton.language as tl
 from jlaqat.kernels.halves import halve
 from jlaqat.kernels.kept_state import load_scales, round_state
 from jlaqat.kernels.philox import draw_words
-from jlaqat.kernels.replay_ring import keep_key, keep_update, load_keys, load_updates, read_factor
+from jlaqat.kernels.replay_ring import (
+    keep_key,
+    keep_update,
+    load_decayed_keys,
+    load_keys,
+    load_updates,
+    read_factor,
+    spread,
+    sum_gates,
+)
 from jlaqat.kernels.rounding import INTERPRETED, decode
 from jlaqat.kernels.token_gradients import add_by_columns, add_by_rows
 
@@ -33,10 +42,12 @@ def join_token(
     b_scale,
     p_q,  # of the token, [K]
     p_k,
+    p_v,  # [V]; v and beta are loaded when the ring has been read, for want of registers
+    p_beta,
+    q,
+    k,
     k_scale,
-    v,
     g,
-    beta,
     scale,
     ring,
     call,
@@ -62,42 +73,47 @@ def join_token(
     BL: tl.constexpr = dims[7]
     FP8: tl.constexpr = dims[8]
     BLOCKS: tl.constexpr = (LENGTH + BL - 1) // BL
-    ORDER: tl.constexpr = GROUPS if IS_KDA else 1
-    ENTRIES: tl.constexpr = [BL // GROUPS, GROUPS * BV]
     WEIGHTS: tl.constexpr = [BL // GROUPS, GROUPS]
     o_k = tl.arange(0, BK)
-    # Loaded for every entry, in the layout that their keys have: nothing has to pass between threads.
     everywhere = tl.zeros([BL], tl.int32)[:, None] + o_k[None, :]
-    b_q = tl.load(p_q + everywhere, mask=everywhere < K, other=0.0).to(tl.float32)
-    b_k = read_factor(keep_key(tl.load(p_k + everywhere, mask=everywhere < K, other=0), ring[0]), k_scale, FP8)
     b_error = tl.zeros([1, GROUPS * BV], tl.float32)
     b_out = tl.zeros([1, GROUPS * BV], tl.float32)
     since = g
     for back in tl.static_range(BLOCKS):
         block = BLOCKS - 1 - back
         if block * BL < window[0]:
-            b_entry, b_log, since = load_keys(
-                ring, call, block, since, window, at, i_h, i_hv, dims, ORDER, IS_KDA, IN_RING
-            )
-            b_r = load_updates(ring, call, block, window, at, i_v, i_hv, dims, ORDER, VECTOR, IN_RING)
-            b_decay = tl.exp(b_log)
+            b_r = load_updates(ring, call, block, window, at, i_v, i_hv, dims, GROUPS, VECTOR, IN_RING)
+            # Loaded for every entry, in the layout that their keys have: nothing has to pass between threads.
+            b_q = tl.load(p_q + everywhere, mask=everywhere < K, other=0.0).to(tl.float32)
+            b_k = read_factor(keep_key(tl.load(p_k + everywhere, mask=everywhere < K, other=0), ring[0]), k_scale, FP8)
             if IS_KDA:
-                b_entry = b_entry * b_decay
-            with_k, with_q = product_of_keys(b_entry, b_k, DEPTHS[2]), product_of_keys(b_entry, b_q, DEPTHS[2]) * scale
-            if not IS_KDA:
-                with_k, with_q = with_k * b_decay, with_q * b_decay
-            b_r = tl.reshape(b_r, ENTRIES)
-            b_error = add_by_rows(b_r, spread(tl.reshape(with_k, WEIGHTS), GROUPS, BV), b_error, DEPTHS[1])
-            b_out = add_by_rows(b_r, spread(tl.reshape(with_q, WEIGHTS), GROUPS, BV), b_out, DEPTHS[1])
-    q = tl.load(p_q + o_k, mask=o_k < K, other=0.0).to(tl.float32) * scale
-    k = read_factor(keep_key(tl.load(p_k + o_k, mask=o_k < K, other=0), ring[0]), k_scale, FP8)
+                b_entry, since = load_decayed_keys(
+                    ring, call, block * BL, since, window, at, i_h, i_hv, dims, BL, IN_RING
+                )
+                b_entry = tl.trans(b_entry)
+                with_k, with_q = product_of_keys(b_entry, b_k, DEPTHS[2]), product_of_keys(b_entry, b_q, DEPTHS[2])
+            else:
+                b_entry = load_keys(ring, call, block, window, at, i_h, dims, IN_RING)
+                b_log, since = sum_gates(ring, call, block, since, window, at, i_hv, dims, IN_RING)
+                b_decay = tl.exp(b_log)
+                with_k = product_of_keys(b_entry, b_k, DEPTHS[2]) * b_decay
+                with_q = product_of_keys(b_entry, b_q, DEPTHS[2]) * b_decay
+            with_k, with_q = tl.reshape(with_k, WEIGHTS), tl.reshape(with_q * scale, WEIGHTS)
+            b_error = add_by_rows(b_r, spread(with_k, GROUPS, BV), b_error, DEPTHS[1])
+            b_out = add_by_rows(b_r, spread(with_q, GROUPS, BV), b_out, DEPTHS[1])
+    o_v = i_v + tl.arange(0, BV)
+    v = tl.load(p_v + o_v, mask=o_v < dims[3], other=0.0).to(tl.float32)
+    beta = tl.load(p_beta).to(tl.float32)
+    q = q.to(tl.float32) * scale
+    k = read_factor(keep_key(k, ring[0]), k_scale, FP8)
+    with_itself = tl.sum(k * q, axis=0)
     b_decay = tl.exp(since)
     b_error, b_out = read_checkpoint(
         b_kept, b_scale, k * b_decay, q * b_decay, b_error, b_out, GROUPS, BV, FORMAT, GRANULARITY, FP8, DEPTHS[0]
     )
     b_error, b_out = add_groups(b_error, b_out, GROUPS, BV)
-    b_r, r_scale = keep_update(beta.to(tl.float32) * (v.to(tl.float32) - b_error), ring[1], FP8)
-    b_o = b_out + tl.sum(k * q, axis=0) * read_factor(b_r, r_scale, FP8)
+    b_r, r_scale = keep_update(beta * (v - b_error), ring[1], FP8)
+    b_o = b_out + with_itself * read_factor(b_r, r_scale, FP8)
     return b_o, b_r, r_scale
 
 
@@ -106,16 +122,6 @@ def product_of_keys(b_x, b_y, DEPTH: tl.constexpr):
     """Σ x∘y over channels, [BL]"""
     b_sum = tl.zeros([b_x.shape[0], b_x.shape[1] >> DEPTH], tl.float32)
     return tl.sum(add_by_columns(b_x, b_y, b_sum, DEPTH), axis=1)
-
-
-@triton.jit
-def spread(b_x, GROUPS: tl.constexpr, BV: tl.constexpr):
-    """Numbers [rows, GROUPS], or [rows, GROUPS, n] of n parts of the columns, for each column: [rows, GROUPS * BV]."""
-    if len(b_x.shape) == 2:
-        return tl.reshape(tl.broadcast_to(b_x[:, :, None], [b_x.shape[0], GROUPS, BV]), [b_x.shape[0], GROUPS * BV])
-    else:
-        SHARED: tl.constexpr = [b_x.shape[0], GROUPS, b_x.shape[2], BV // b_x.shape[2]]
-        return tl.reshape(tl.broadcast_to(b_x[:, :, :, None], SHARED), [b_x.shape[0], GROUPS * BV])
 
 
 @triton.jit
@@ -295,7 +301,6 @@ def store_lost(p_lost, state, b_lost, i_v, K: tl.constexpr, V: tl.constexpr, FEE
 @triton.jit
 def add_entries(b_k, b_r, b_sum, BFLOAT16: tl.constexpr):
     """sum + Σ k_i r_iᵀ. Where r was bfloat16 the matrix units multiply it by k in three parts, which lose nothing."""
-    b_k = tl.trans(b_k)
     if BFLOAT16:
         b_high = b_k.to(tl.bfloat16)
         b_rest = b_k - b_high.to(tl.float32)
@@ -342,15 +347,19 @@ def flush_window(
     V: tl.constexpr = dims[3]
     BK: tl.constexpr = dims[4]
     BV: tl.constexpr = dims[5]
-    ORDER: tl.constexpr = 4 if IS_KDA else 1  # of entries, and so of their sum: whatever the warps
-    BLOCKS: tl.constexpr = (dims[6] + dims[7] - 1) // dims[7]
+    BL: tl.constexpr = dims[7]
+    BLOCKS: tl.constexpr = (dims[6] + BL - 1) // BL
     since = tl.zeros([BK], tl.float32) if IS_KDA else tl.full([], 0.0, tl.float32)
     b_entries = tl.zeros([BK, BV], tl.float32)
     for back in tl.static_range(BLOCKS):
         block = BLOCKS - 1 - back
-        b_k, b_log, since = load_keys(ring, call, block, since, window, at, i_h, i_hv, dims, ORDER, IS_KDA, IN_RING)
-        b_k *= tl.exp(b_log) if IS_KDA else tl.exp(b_log)[:, None]
-        b_r = load_updates(ring, call, block, window, at, i_v, i_hv, dims, ORDER, 16, IN_RING)
+        b_r = load_updates(ring, call, block, window, at, i_v, i_hv, dims, 1, 16, IN_RING)
+        if IS_KDA:
+            b_k, since = load_decayed_keys(ring, call, block * BL, since, window, at, i_h, i_hv, dims, BL, IN_RING)
+        else:
+            b_k = tl.trans(load_keys(ring, call, block, window, at, i_h, dims, IN_RING))
+            b_log, since = sum_gates(ring, call, block, since, window, at, i_hv, dims, IN_RING)
+            b_k *= tl.exp(b_log)[None, :]
         b_entries = add_entries(b_k, b_r, b_entries, ring[1].dtype.element_ty == tl.bfloat16)
     b_decay = tl.exp(since)
     b_s = b_s * (b_decay[:, None] if IS_KDA else b_decay) + b_entries
