@@ -12,7 +12,7 @@ Formulas: docs/decode.md (mode "replay").
 import triton
 import triton.language as tl
 
-from jlaqat.kernels.kept_state import load_kept, load_rounded, store_rounded
+from jlaqat.kernels.kept_state import load_kept, load_scales, load_values, store_rounded
 from jlaqat.kernels.replay_ring import append, keep_key, load_factor_scale, store_ring, store_update
 from jlaqat.kernels.replay_token import (
     flush_window,
@@ -21,6 +21,7 @@ from jlaqat.kernels.replay_token import (
     load_checkpoint_scales,
     load_counters,
     load_lost,
+    load_window,
     store_lost,
 )
 from jlaqat.kernels.token_operands import load_token, locate_program, rows_of
@@ -153,45 +154,47 @@ def replay_flush_kernel(
     i_n = (tl.program_id(0) // parts).to(tl.int64)
     cursor = tl.load(p_cursor + i_n)
     if cursor == LENGTH - 1:
-        # One loop: what a head's tiles share is read for each, or it would take their registers.
-        for i in range(HEADS * PROGRAMS_V):
-            i_v = i % PROGRAMS_V * BV
-            i_hv = tl.program_id(0) % parts * HEADS + i // PROGRAMS_V
+        window, at = (cursor + 1, 0), (i_n, i_n)
+        for i in range(HEADS):
+            i_hv = tl.program_id(0) % parts * HEADS + i
             i_h = i_hv // (HV // H)
             head = i_n * HV + i_hv
-            window, at = (cursor + 1, 0), (i_n, i_n)
-            b_code, b_scale, b_lost, b_o = flush_window(
-                load_rounded(p_values, p_scale, head, i_v, K, V, BK, BV, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR),
-                load_lost(p_lost, head, i_v, K, V, BK, BV, FEEDBACK),
-                tl.load(p_q + (i_n * H + i_h) * K + o_k, mask=o_k < K, other=0.0),
-                load_counters(p_counters, head, 1, DRAWN),
-                scale,
-                ring,
-                ring,
-                window,
-                at,
-                i_v,
-                i_h,
-                i_hv,
-                dims,
-                IS_KDA,
-                FORMAT,
-                GRANULARITY,
-                READ_STORED,
-                HARDWARE_FP8,
-                DRAWN,
-                SEED,
-                FEEDBACK,
-                True,
-            )
-            tl.debug_barrier()  # every thread has read what is overwritten
-            store_rounded(
-                p_values, p_scale, head, b_code, b_scale, i_v, K, V, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR
-            )
-            store_lost(p_lost, head, b_lost, i_v, K, V, FEEDBACK)
-            if READ_STORED:
-                o_v = i_v + tl.arange(0, BV)
-                tl.store(p_o + head * V + o_v, b_o.to(p_o.dtype.element_ty), mask=o_v < V)
+            b_window = load_window(ring, ring, window, at, i_h, i_hv, dims, IS_KDA, True)
+            for part in range(PROGRAMS_V):
+                i_v = part * BV
+                b_code, b_scale, b_lost, b_o = flush_window(
+                    b_window,
+                    load_values(p_values, head, i_v, K, V, BK, BV, VECTOR),
+                    load_scales(p_scale, head, i_v, K, V, BK, BV, FORMAT, GRANULARITY),
+                    load_lost(p_lost, head, i_v, K, V, BK, BV, FEEDBACK),
+                    tl.load(p_q + (i_n * H + i_h) * K + o_k, mask=o_k < K, other=0.0),
+                    load_counters(p_counters, head, 1, DRAWN),
+                    scale,
+                    ring,
+                    ring,
+                    window,
+                    at,
+                    i_v,
+                    i_hv,
+                    dims,
+                    IS_KDA,
+                    FORMAT,
+                    GRANULARITY,
+                    READ_STORED,
+                    HARDWARE_FP8,
+                    DRAWN,
+                    SEED,
+                    FEEDBACK,
+                    True,
+                )
+                tl.debug_barrier()  # every thread has read what is overwritten
+                store_rounded(
+                    p_values, p_scale, head, b_code, b_scale, i_v, K, V, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR
+                )
+                store_lost(p_lost, head, b_lost, i_v, K, V, FEEDBACK)
+                if READ_STORED:
+                    o_v = i_v + tl.arange(0, BV)
+                    tl.store(p_o + head * V + o_v, b_o.to(p_o.dtype.element_ty), mask=o_v < V)
 
 
 @triton.jit
@@ -329,11 +332,10 @@ def replay_forward_kernel(
         cursor += 1
         tl.debug_barrier()  # r is read as other threads wrote it
         if cursor == LENGTH:
-            b_s = load_rounded(
-                p_values_out, p_scale_out, head, i_v, K, V, BK, BV, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR
-            )
             b_new, b_new_scale, b_lost, b_read = flush_window(
-                b_s,
+                load_window(ring, call, (cursor, start), at, i_h, i_hv, FULL, IS_KDA, False),
+                load_values(p_values_out, head, i_v, K, V, BK, BV, VECTOR),
+                load_scales(p_scale_out, head, i_v, K, V, BK, BV, FORMAT, GRANULARITY),
                 load_lost(p_lost_out, head, i_v, K, V, BK, BV, FEEDBACK),
                 q,
                 load_counters(p_counters, head, t + 1, DRAWN),
@@ -343,7 +345,6 @@ def replay_forward_kernel(
                 (cursor, start),
                 at,
                 i_v,
-                i_h,
                 i_hv,
                 FULL,
                 IS_KDA,

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from jlaqat.kernels.halves import halve
-from jlaqat.kernels.kept_state import load_scales, round_state
+from jlaqat.kernels.kept_state import apply_scale, load_scales, read_codes, round_state
 from jlaqat.kernels.philox import draw_words
 from jlaqat.kernels.replay_ring import (
     keep_key,
@@ -299,25 +299,59 @@ def store_lost(p_lost, state, b_lost, i_v, K: tl.constexpr, V: tl.constexpr, FEE
 
 
 @triton.jit
-def add_entries(b_k, b_r, b_sum, BFLOAT16: tl.constexpr):
-    """sum + Σ k_i r_iᵀ. Where r was bfloat16 the matrix units multiply it by k in three parts, which lose nothing."""
+def split_keys(b_k, BFLOAT16: tl.constexpr):
+    """b_k as `add_entries` takes it: where r was bfloat16 in three such parts, which lose nothing."""
     if BFLOAT16:
         b_high = b_k.to(tl.bfloat16)
         b_rest = b_k - b_high.to(tl.float32)
         b_middle = b_rest.to(tl.bfloat16)
-        b_low = (b_rest - b_middle.to(tl.float32)).to(tl.bfloat16)
+        return b_high, b_middle, (b_rest - b_middle.to(tl.float32)).to(tl.bfloat16)
+    else:
+        return (b_k,)
+
+
+@triton.jit
+def add_entries(b_keys, b_r, b_sum):
+    """sum + Σ k_i r_iᵀ. The matrix units multiply parts of k by r in bfloat16."""
+    if len(b_keys) == 3:
+        b_high, b_middle, b_low = b_keys
         b_r = b_r.to(tl.bfloat16)
         if INTERPRETED:  # which multiplies the integers that it holds bfloat16 in
             b_high, b_middle, b_low = b_high.to(tl.float32), b_middle.to(tl.float32), b_low.to(tl.float32)
             b_r = b_r.to(tl.float32)
         return tl.dot(b_high, b_r, tl.dot(b_middle, b_r, tl.dot(b_low, b_r, b_sum)))
     else:
-        return tl.dot(b_k, b_r, b_sum, input_precision="ieee")
+        return tl.dot(b_keys[0], b_r, b_sum, input_precision="ieee")
+
+
+@triton.jit
+def load_window(
+    ring, call, window, at, i_h, i_hv, dims: tl.constexpr, IS_KDA: tl.constexpr, IN_RING: tl.constexpr
+):
+    """(k∘exp(log decay to the last token) of all entries, for every block, the newest first, as `split_keys` has it
+    of [BK, BL]; the log decay from the checkpoint) of a full ring."""
+    BK: tl.constexpr = dims[4]
+    BL: tl.constexpr = dims[7]
+    BLOCKS: tl.constexpr = (dims[6] + BL - 1) // BL
+    since = tl.zeros([BK], tl.float32) if IS_KDA else tl.full([], 0.0, tl.float32)
+    b_keys = ()
+    for back in tl.static_range(BLOCKS):
+        block = BLOCKS - 1 - back
+        if IS_KDA:
+            b_k, since = load_decayed_keys(ring, call, block * BL, since, window, at, i_h, i_hv, dims, BL, IN_RING)
+        else:
+            b_k = tl.trans(load_keys(ring, call, block, window, at, i_h, dims, IN_RING))
+            b_log, since = sum_gates(ring, call, block, since, window, at, i_hv, dims, IN_RING)
+            b_k *= tl.exp(b_log)[None, :]
+        b_keys += (split_keys(b_k, ring[1].dtype.element_ty == tl.bfloat16),)
+    return b_keys, since
 
 
 @triton.jit
 def flush_window(
-    b_s,
+    b_window,
+    b_kept,
+    b_scale,
     b_lost,
     q,
     counters,
@@ -327,7 +361,6 @@ def flush_window(
     window,
     at,
     i_v,
-    i_h,
     i_hv,
     dims: tl.constexpr,
     IS_KDA: tl.constexpr,
@@ -342,26 +375,21 @@ def flush_window(
 ):
     """(the new checkpoint's codes and scales, what was lost, o [BV] where READ_STORED) after a window's last token.
 
-    b_s: the checkpoint before; b_lost: what its rounding lost; q: of the last token; window: with all entries.
+    b_window: of `load_window`; b_kept, b_scale: the checkpoint before, see `load_values` and `load_scales`; b_lost: what its rounding lost; q: of the last token; window: with all entries.
     """
     V: tl.constexpr = dims[3]
     BK: tl.constexpr = dims[4]
     BV: tl.constexpr = dims[5]
     BL: tl.constexpr = dims[7]
     BLOCKS: tl.constexpr = (dims[6] + BL - 1) // BL
-    since = tl.zeros([BK], tl.float32) if IS_KDA else tl.full([], 0.0, tl.float32)
+    b_keys, since = b_window
     b_entries = tl.zeros([BK, BV], tl.float32)
     for back in tl.static_range(BLOCKS):
-        block = BLOCKS - 1 - back
-        b_r = load_updates(ring, call, block, window, at, i_v, i_hv, dims, 1, 16, IN_RING)
-        if IS_KDA:
-            b_k, since = load_decayed_keys(ring, call, block * BL, since, window, at, i_h, i_hv, dims, BL, IN_RING)
-        else:
-            b_k = tl.trans(load_keys(ring, call, block, window, at, i_h, dims, IN_RING))
-            b_log, since = sum_gates(ring, call, block, since, window, at, i_hv, dims, IN_RING)
-            b_k *= tl.exp(b_log)[None, :]
-        b_entries = add_entries(b_k, b_r, b_entries, ring[1].dtype.element_ty == tl.bfloat16)
+        b_r = load_updates(ring, call, BLOCKS - 1 - back, window, at, i_v, i_hv, dims, 1, 16, IN_RING)
+        b_entries = add_entries(b_keys[back], b_r, b_entries)
     b_decay = tl.exp(since)
+    # Not before: what passes between threads for it would wait for memory, and the ring's loads after that.
+    b_s = apply_scale(read_codes(b_kept, FORMAT, HARDWARE_FP8), b_scale, FORMAT, GRANULARITY)
     b_s = b_s * (b_decay[:, None] if IS_KDA else b_decay) + b_entries
     if FEEDBACK:
         b_s += b_lost
