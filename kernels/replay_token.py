@@ -385,7 +385,8 @@ def flush_window(
     b_keys, since = b_window
     b_entries = tl.zeros([BK, BV], tl.float32)
     for back in tl.static_range(BLOCKS):
-        b_r = load_updates(ring, call, BLOCKS - 1 - back, window, at, i_v, i_hv, dims, 1, 16, IN_RING)
+        block = BLOCKS - 1 - back
+        b_r = load_updates(ring, call, block, window, at, i_v, i_hv, dims, 1, 16, IN_RING)
         b_entries = add_entries(b_keys[back], b_r, b_entries)
     b_decay = tl.exp(since)
     # Not before: what passes between threads for it would wait for memory, and the ring's loads after that.
