@@ -13,20 +13,10 @@ import triton
 import triton.language as tl
 
 from jlaqat.kernels.kept_state import load_kept, load_scales, load_values, store_rounded
+from jlaqat.kernels.replay_flush import FLUSHED, flush_window, load_counters, load_lost, load_window, store_lost
 from jlaqat.kernels.replay_ring import append, keep_key, load_factor_scale, store_ring, store_update
-from jlaqat.kernels.replay_token import (
-    flush_window,
-    join_token,
-    load_checkpoint,
-    load_checkpoint_scales,
-    load_counters,
-    load_lost,
-    load_window,
-    store_lost,
-)
+from jlaqat.kernels.replay_token import join_token, load_checkpoint, load_checkpoint_scales
 from jlaqat.kernels.token_operands import load_token, locate_program, rows_of
-
-FLUSHED = tl.constexpr(16)  # entries that a flush adds at a time: a matrix product takes no fewer
 
 
 @triton.jit
@@ -110,91 +100,6 @@ def replay_step_kernel(
     append(ring, i_n * LENGTH + cursor, keep_key(k, p_ring_k), k_scale, b_r, r_scale, g, i_v, i_h, i_hv, dims, IS_KDA)
     tl.store(p_o + head * V + o_v, b_o.to(p_o.dtype.element_ty), mask=o_v < V)
     tl.store(p_cursor_out + i_n, (cursor + 1) % LENGTH, mask=(i_v == 0) & (i_hv == 0))
-
-
-@triton.jit
-def replay_flush_kernel(
-    p_q,  # as in `replay_step_kernel`, for all of these; the ring has all entries where p_cursor is LENGTH - 1
-    p_ring_k,
-    p_ring_r,
-    p_ring_g,
-    p_ring_k_scale,
-    p_ring_r_scale,
-    p_cursor,
-    p_counters,  # [N, HV, 4] int32, as `recurrent_forward_kernel` has them; any array where not DRAWN
-    p_values,  # in place
-    p_scale,  # in place
-    p_lost,  # in place: [N, HV, K, V] float32, what the last rounding lost; any array where not FEEDBACK
-    p_o,  # in place: [N, 1, HV, V], rows of such tokens; any array where not READ_STORED
-    scale,
-    HEADS,  # of a sequence that a program has, a divisor of HV
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    LENGTH: tl.constexpr,
-    IS_KDA: tl.constexpr,
-    FORMAT: tl.constexpr,
-    GRANULARITY: tl.constexpr,
-    READ_STORED: tl.constexpr,
-    HARDWARE_FP8: tl.constexpr,
-    DRAWN: tl.constexpr,
-    SEED: tl.constexpr,
-    FEEDBACK: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
-    """Rings that are full become checkpoints. As a rule none is: so few programs, each with heads of one sequence."""
-    ring = (p_ring_k, p_ring_r, p_ring_g, p_ring_k_scale, p_ring_r_scale)
-    dims: tl.constexpr = (H, HV, K, V, BK, BV, LENGTH, FLUSHED, HARDWARE_FP8)
-    o_k = tl.arange(0, BK)
-    PROGRAMS_V: tl.constexpr = (V + BV - 1) // BV
-    parts = HV // HEADS
-    i_n = (tl.program_id(0) // parts).to(tl.int64)
-    cursor = tl.load(p_cursor + i_n)
-    if cursor == LENGTH - 1:
-        window, at = (cursor + 1, 0), (i_n, i_n)
-        for i in range(HEADS):
-            i_hv = tl.program_id(0) % parts * HEADS + i
-            i_h = i_hv // (HV // H)
-            head = i_n * HV + i_hv
-            b_window = load_window(ring, ring, window, at, i_h, i_hv, dims, IS_KDA, True)
-            for part in range(PROGRAMS_V):
-                i_v = part * BV
-                b_code, b_scale, b_lost, b_o = flush_window(
-                    b_window,
-                    load_values(p_values, head, i_v, K, V, BK, BV, VECTOR),
-                    load_scales(p_scale, head, i_v, K, V, BK, BV, FORMAT, GRANULARITY),
-                    load_lost(p_lost, head, i_v, K, V, BK, BV, FEEDBACK),
-                    tl.load(p_q + (i_n * H + i_h) * K + o_k, mask=o_k < K, other=0.0),
-                    load_counters(p_counters, head, 1, DRAWN),
-                    scale,
-                    ring,
-                    ring,
-                    window,
-                    at,
-                    i_v,
-                    i_hv,
-                    dims,
-                    IS_KDA,
-                    FORMAT,
-                    GRANULARITY,
-                    READ_STORED,
-                    HARDWARE_FP8,
-                    DRAWN,
-                    SEED,
-                    FEEDBACK,
-                    True,
-                )
-                tl.debug_barrier()  # every thread has read what is overwritten
-                store_rounded(
-                    p_values, p_scale, head, b_code, b_scale, i_v, K, V, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR
-                )
-                store_lost(p_lost, head, b_lost, i_v, K, V, FEEDBACK)
-                if READ_STORED:
-                    o_v = i_v + tl.arange(0, BV)
-                    tl.store(p_o + head * V + o_v, b_o.to(p_o.dtype.element_ty), mask=o_v < V)
 
 
 @triton.jit

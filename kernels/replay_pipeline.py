@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from jlaqat.kernels import recurrent_pipeline, replay, replay_backward
+from jlaqat.kernels import recurrent_pipeline, replay, replay_backward, replay_flush
 from jlaqat.kernels.call import UnsupportedByKernels, power_of_two
 from jlaqat.kernels.launch import UNUSED, Buffer, Launch, Run, dtype_name
 from jlaqat.kernels.recurrent_pipeline import Bounds, Gradients, Options, State, gather
@@ -186,7 +186,7 @@ def _flush(
     constants = {**call.constants_of(ring), **rounding_constants, "HEADS": heads}
     present = {"p_scale": call.coded, "p_lost": state.lost is not None, "p_o": call.options.read_stored}
     launch = Launch(
-        kernel=replay.replay_flush_kernel,
+        kernel=replay_flush.replay_flush_kernel,
         grid=n * hv // heads,
         inputs={name: x for name, x in given.items() if name not in unread},
         outputs={},

@@ -163,7 +163,9 @@ def load_keys(
     FP8: tl.constexpr = dims[8]
     o_i = block * BL + tl.arange(0, BL)
     m_i = o_i < window[0]
-    return load_entries(ring[0], call[0], ring[3], call[3], o_i, m_i, i_h, 0, window, at, LENGTH, H, K, BK, IN_RING, FP8)
+    return load_entries(
+        ring[0], call[0], ring[3], call[3], o_i, m_i, i_h, 0, window, at, LENGTH, H, K, BK, IN_RING, FP8
+    )
 
 
 @triton.jit
@@ -215,9 +217,7 @@ def load_decayed_keys(
         return b_k * tl.exp(since), since + b_g
     else:
         HALF: tl.constexpr = COUNT // 2
-        b1, since = load_decayed_keys(
-            ring, call, first + HALF, since, window, at, i_h, i_hv, dims, HALF, IN_RING
-        )
+        b1, since = load_decayed_keys(ring, call, first + HALF, since, window, at, i_h, i_hv, dims, HALF, IN_RING)
         b0, since = load_decayed_keys(ring, call, first, since, window, at, i_h, i_hv, dims, HALF, IN_RING)
         b = tl.join(b0, b1)
         if HALF > 1:

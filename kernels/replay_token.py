@@ -1,4 +1,5 @@
-"""Replay token by token: every token joins the ring, and the last of a window folds the ring into a new checkpoint.
+"""Replay token by token: every token joins the ring. The last of a window then folds it into a new checkpoint
+(`replay_flush`).
 
 A token reads the checkpoint C and the entries (k_i, r_i, g_i) and forms no state. With E the log decay from an entry
 (or from C) to the token,
@@ -6,22 +7,20 @@ A token reads the checkpoint C and the entries (k_i, r_i, g_i) and forms no stat
     Rᵀk = Cᵀ(k∘exp(E_C)) + Σ_i (k_i∘exp(E_i))ᵀk r_i,   r = β(v − Rᵀk)
     o = Cᵀ(q∘exp(E_C)) + Σ_i (k_i∘exp(E_i))ᵀq r_i + (kᵀq) r
 
-so that C is read in codes: a tile's scale multiplies a sum, not 128 rows. Once (k, r, g) of a window's last token is in
-the ring, W = Diag(exp(E_C)) C + Σ_i (k_i∘exp(E_i)) r_iᵀ is rounded.
+so that C is read in codes: a tile's scale multiplies a sum, not 128 rows.
 
 A step and a longer call have the same bits although their programs have other widths, since the order of their sums is
-written down: a sum over K goes over the rows of each of GROUPS, one after another, then over the groups; one over
-entries is a product of FLUSHED at a time. Left to the layout are sums that no width enters, over the channels of keys.
+written down: a sum over K or over entries goes over the rows of each of GROUPS, one after another, then over the
+groups. Left to the layout are sums that no width enters, over the channels of keys.
 
-Groups of arguments (ring, call, at, window, dims): see `replay_ring`; counters: see `load_counters`.
+Groups of arguments (ring, call, at, window, dims): see `replay_ring`.
 """
 
 import triton
 import triton.language as tl
 
 from jlaqat.kernels.halves import halve
-from jlaqat.kernels.kept_state import apply_scale, load_scales, read_codes, round_state
-from jlaqat.kernels.philox import draw_words
+from jlaqat.kernels.kept_state import load_scales
 from jlaqat.kernels.replay_ring import (
     keep_key,
     keep_update,
@@ -32,7 +31,7 @@ from jlaqat.kernels.replay_ring import (
     spread,
     sum_gates,
 )
-from jlaqat.kernels.rounding import INTERPRETED, decode
+from jlaqat.kernels.rounding import decode
 from jlaqat.kernels.token_gradients import add_by_columns, add_by_rows
 
 
@@ -258,151 +257,3 @@ def read_checkpoint(
         b_scale = tl.reshape(tl.broadcast_to(b_scale[None, None, :], [1, GROUPS, BV]), [1, GROUPS * BV])
         b_read_x, b_read_y = tl.fma(b_read_x, b_scale, b_sum_x), tl.fma(b_read_y, b_scale, b_sum_y)
     return b_read_x, b_read_y
-
-
-@triton.jit
-def load_counters(p_counters, state, tokens, DRAWN: tl.constexpr):
-    """What bits are drawn by at the rounding after so many of the call's tokens, as `draw_words` takes it."""
-    if DRAWN:
-        p = p_counters + state * 4
-        return tl.load(p) + tokens, tl.load(p + 1), tl.load(p + 2), tl.load(p + 3)
-    else:
-        return 0, 0, 0, 0
-
-
-@triton.jit
-def load_lost(
-    p_lost,
-    state,
-    i_v,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    FEEDBACK: tl.constexpr,
-):
-    """What a state's last rounding lost, [BK, BV]; 0 where not FEEDBACK."""
-    if FEEDBACK:
-        o_k = tl.arange(0, BK)[:, None]
-        o_v = i_v + tl.arange(0, BV)[None, :]
-        return tl.load(p_lost + state * K * V + (o_k * V + o_v), mask=(o_k < K) & (o_v < V), other=0.0)
-    else:
-        return 0.0
-
-
-@triton.jit
-def store_lost(p_lost, state, b_lost, i_v, K: tl.constexpr, V: tl.constexpr, FEEDBACK: tl.constexpr):
-    if FEEDBACK:
-        o_k = tl.arange(0, b_lost.shape[0])[:, None]
-        o_v = i_v + tl.arange(0, b_lost.shape[1])[None, :]
-        tl.store(p_lost + state * K * V + (o_k * V + o_v), b_lost, mask=(o_k < K) & (o_v < V))
-
-
-@triton.jit
-def split_keys(b_k, BFLOAT16: tl.constexpr):
-    """b_k as `add_entries` takes it: where r was bfloat16 in three such parts, which lose nothing."""
-    if BFLOAT16:
-        b_high = b_k.to(tl.bfloat16)
-        b_rest = b_k - b_high.to(tl.float32)
-        b_middle = b_rest.to(tl.bfloat16)
-        return b_high, b_middle, (b_rest - b_middle.to(tl.float32)).to(tl.bfloat16)
-    else:
-        return (b_k,)
-
-
-@triton.jit
-def add_entries(b_keys, b_r, b_sum):
-    """sum + Σ k_i r_iᵀ. The matrix units multiply parts of k by r in bfloat16."""
-    if len(b_keys) == 3:
-        b_high, b_middle, b_low = b_keys
-        b_r = b_r.to(tl.bfloat16)
-        if INTERPRETED:  # which multiplies the integers that it holds bfloat16 in
-            b_high, b_middle, b_low = b_high.to(tl.float32), b_middle.to(tl.float32), b_low.to(tl.float32)
-            b_r = b_r.to(tl.float32)
-        return tl.dot(b_high, b_r, tl.dot(b_middle, b_r, tl.dot(b_low, b_r, b_sum)))
-    else:
-        return tl.dot(b_keys[0], b_r, b_sum, input_precision="ieee")
-
-
-@triton.jit
-def load_window(
-    ring, call, window, at, i_h, i_hv, dims: tl.constexpr, IS_KDA: tl.constexpr, IN_RING: tl.constexpr
-):
-    """(k∘exp(log decay to the last token) of all entries, for every block, the newest first, as `split_keys` has it
-    of [BK, BL]; the log decay from the checkpoint) of a full ring."""
-    BK: tl.constexpr = dims[4]
-    BL: tl.constexpr = dims[7]
-    BLOCKS: tl.constexpr = (dims[6] + BL - 1) // BL
-    since = tl.zeros([BK], tl.float32) if IS_KDA else tl.full([], 0.0, tl.float32)
-    b_keys = ()
-    for back in tl.static_range(BLOCKS):
-        block = BLOCKS - 1 - back
-        if IS_KDA:
-            b_k, since = load_decayed_keys(ring, call, block * BL, since, window, at, i_h, i_hv, dims, BL, IN_RING)
-        else:
-            b_k = tl.trans(load_keys(ring, call, block, window, at, i_h, dims, IN_RING))
-            b_log, since = sum_gates(ring, call, block, since, window, at, i_hv, dims, IN_RING)
-            b_k *= tl.exp(b_log)[None, :]
-        b_keys += (split_keys(b_k, ring[1].dtype.element_ty == tl.bfloat16),)
-    return b_keys, since
-
-
-@triton.jit
-def flush_window(
-    b_window,
-    b_kept,
-    b_scale,
-    b_lost,
-    q,
-    counters,
-    scale,
-    ring,
-    call,
-    window,
-    at,
-    i_v,
-    i_hv,
-    dims: tl.constexpr,
-    IS_KDA: tl.constexpr,
-    FORMAT: tl.constexpr,
-    GRANULARITY: tl.constexpr,
-    READ_STORED: tl.constexpr,
-    HARDWARE_FP8: tl.constexpr,
-    DRAWN: tl.constexpr,
-    SEED: tl.constexpr,
-    FEEDBACK: tl.constexpr,
-    IN_RING: tl.constexpr,
-):
-    """(the new checkpoint's codes and scales, what was lost, o [BV] where READ_STORED) after a window's last token.
-
-    b_window: of `load_window`; b_kept, b_scale: the checkpoint before, see `load_values` and `load_scales`; b_lost: what its rounding lost; q: of the last token; window: with all entries.
-    """
-    V: tl.constexpr = dims[3]
-    BK: tl.constexpr = dims[4]
-    BV: tl.constexpr = dims[5]
-    BL: tl.constexpr = dims[7]
-    BLOCKS: tl.constexpr = (dims[6] + BL - 1) // BL
-    b_keys, since = b_window
-    b_entries = tl.zeros([BK, BV], tl.float32)
-    for back in tl.static_range(BLOCKS):
-        block = BLOCKS - 1 - back
-        b_r = load_updates(ring, call, block, window, at, i_v, i_hv, dims, 1, 16, IN_RING)
-        b_entries = add_entries(b_keys[back], b_r, b_entries)
-    b_decay = tl.exp(since)
-    # Not before: what passes between threads for it would wait for memory, and the ring's loads after that.
-    b_s = apply_scale(read_codes(b_kept, FORMAT, HARDWARE_FP8), b_scale, FORMAT, GRANULARITY)
-    b_s = b_s * (b_decay[:, None] if IS_KDA else b_decay) + b_entries
-    if FEEDBACK:
-        b_s += b_lost
-    if DRAWN:
-        rounding, layer_and_head, sequence, step = counters
-        words = draw_words(rounding, layer_and_head, sequence, step, i_v, V, BK, BV, SEED)
-        b_code, b_scale, b_stored = round_state(b_s, FORMAT, GRANULARITY, HARDWARE_FP8, words, DRAWN)
-    else:
-        b_code, b_scale, b_stored = round_state(b_s, FORMAT, GRANULARITY, HARDWARE_FP8)
-    if FEEDBACK:
-        b_lost = b_s - b_stored
-    b_o = tl.zeros([BV], tl.float32)
-    if READ_STORED:
-        b_o = tl.sum(b_stored * (q.to(tl.float32) * scale)[:, None], axis=0)
-    return b_code, b_scale, b_lost, b_o
