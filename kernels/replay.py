@@ -15,7 +15,7 @@ import triton.language as tl
 from jlaqat.kernels.kept_state import load_kept, load_scales, load_values, store_rounded
 from jlaqat.kernels.replay_flush import FLUSHED, flush_window, load_counters, load_lost, load_window, store_lost
 from jlaqat.kernels.replay_ring import append, keep_key, load_factor_scale, store_ring, store_update
-from jlaqat.kernels.replay_token import join_token, load_checkpoint, load_checkpoint_scales
+from jlaqat.kernels.replay_token import join_token, load_checkpoint_scales, load_quarters
 from jlaqat.kernels.token_operands import load_token, locate_program, rows_of
 
 
@@ -56,6 +56,7 @@ def replay_step_kernel(
     ROW_DEPTH: tl.constexpr,  # see `join_token`
     ENTRY_DEPTH: tl.constexpr,
     KEY_DEPTH: tl.constexpr,
+    EARLY: tl.constexpr,  # quarters of the checkpoint that are asked for before the ring is read
 ):
     """A token joins the ring. Where it is the last of its window, `replay_flush_kernel` comes next."""
     i_v, i_hv, i_n, i_h = locate_program(H, HV, V, BV)
@@ -65,13 +66,15 @@ def replay_step_kernel(
     dims: tl.constexpr = (H, HV, K, V, BK, BV, LENGTH, BL, HARDWARE_FP8)
     head = i_n * HV + i_hv
     cursor = tl.load(p_cursor + i_n)
-    b_kept = load_checkpoint(p_values, head, i_v, K, V, BK, BV, GROUPS, VECTOR)
+    b_kept = load_quarters(p_values, head, 0, EARLY, i_v, K, V, BK, BV, GROUPS, VECTOR)
     b_scale = load_checkpoint_scales(p_scale, head, i_v, K, V, BK, BV, FORMAT, GRANULARITY, SHARED_BY)
     q, k, _, g, _ = load_token(p_q, p_k, p_v, p_g, p_beta, i_n, i_h, i_hv, o_k, o_v, H, HV, K, V, IS_KDA)
     k_scale = load_factor_scale(p_k, p_k_scale, i_n * H + i_h)
     b_o, b_r, r_scale = join_token(
         b_kept,
         b_scale,
+        p_values,
+        head,
         p_q + (i_n * H + i_h) * K,
         p_k + (i_n * H + i_h) * K,
         p_v + head * V,
@@ -200,7 +203,7 @@ def replay_forward_kernel(
     )
     store_lost(p_lost_out, head, load_lost(p_lost, head, i_v, K, V, BK, BV, FEEDBACK), i_v, K, V, FEEDBACK)
     tl.debug_barrier()
-    b_kept = load_checkpoint(p_values_out, head, i_v, K, V, BK, BV, GROUPS, READ_VECTOR)
+    b_kept = load_quarters(p_values_out, head, 0, 4, i_v, K, V, BK, BV, GROUPS, READ_VECTOR)
     b_scale = load_checkpoint_scales(p_scale_out, head, i_v, K, V, BK, BV, FORMAT, GRANULARITY, BV)
     q, k, _, g, _ = load_token(p_q, p_k, p_v, p_g, p_beta, row, i_h, i_hv, o_k, o_v, H, HV, K, V, IS_KDA)
     for t in range(count):
@@ -208,6 +211,8 @@ def replay_forward_kernel(
         b_o, b_r, r_scale = join_token(
             b_kept,
             b_scale,
+            p_values_out,
+            head,
             p_q + ((row + t) * H + i_h) * K,
             p_k + ((row + t) * H + i_h) * K,
             p_v + ((row + t) * HV + i_hv) * V,
@@ -297,7 +302,7 @@ def replay_forward_kernel(
                     VECTOR,
                 )
             tl.debug_barrier()
-            b_kept = load_checkpoint(p_values_out, head, i_v, K, V, BK, BV, GROUPS, READ_VECTOR)
+            b_kept = load_quarters(p_values_out, head, 0, 4, i_v, K, V, BK, BV, GROUPS, READ_VECTOR)
             b_scale = load_checkpoint_scales(p_scale_out, head, i_v, K, V, BK, BV, FORMAT, GRANULARITY, BV)
             slot += 1
             cursor = 0

@@ -37,8 +37,10 @@ from jlaqat.kernels.token_gradients import add_by_columns, add_by_rows
 
 @triton.jit
 def join_token(
-    b_kept,  # the checkpoint, see `load_checkpoint`
+    b_kept,  # the checkpoint's first quarters, see `load_quarters`; the others are loaded when the ring has been read
     b_scale,
+    p_values,  # of the checkpoint
+    head,
     p_q,  # of the token, [K]
     p_k,
     p_v,  # [V]; v and beta are loaded when the ring has been read, for want of registers
@@ -106,6 +108,7 @@ def join_token(
     q = q.to(tl.float32) * scale
     k = read_factor(keep_key(k, ring[0]), k_scale, FP8)
     with_itself = tl.sum(k * q, axis=0)
+    b_kept += load_quarters(p_values, head, len(b_kept), 4, i_v, K, dims[3], BK, BV, GROUPS, VECTOR)
     b_decay = tl.exp(since)
     b_error, b_out = read_checkpoint(
         b_kept, b_scale, k * b_decay, q * b_decay, b_error, b_out, GROUPS, BV, FORMAT, GRANULARITY, FP8, DEPTHS[0]
@@ -141,9 +144,11 @@ def add_halves(b):
 
 
 @triton.jit
-def load_checkpoint(
+def load_quarters(
     p_values,
     state,
+    FIRST: tl.constexpr,
+    LAST: tl.constexpr,
     i_v,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -152,14 +157,12 @@ def load_checkpoint(
     GROUPS: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """Codes, without codes the values, as they lie in memory, in quarters [BK // GROUPS // 4, GROUPS * BV]: row i of
+    """A checkpoint's quarters FIRST..LAST of four, codes, without codes the values, as they lie in memory: row i of
     every group. Quarters, so that few numbers are decoded at a time."""
-    return (
-        load_quarter(p_values, state, 0, i_v, K, V, BK, BV, GROUPS, VECTOR),
-        load_quarter(p_values, state, 1, i_v, K, V, BK, BV, GROUPS, VECTOR),
-        load_quarter(p_values, state, 2, i_v, K, V, BK, BV, GROUPS, VECTOR),
-        load_quarter(p_values, state, 3, i_v, K, V, BK, BV, GROUPS, VECTOR),
-    )
+    b_kept = ()
+    for quarter in tl.static_range(FIRST, LAST):
+        b_kept += (load_quarter(p_values, state, quarter, i_v, K, V, BK, BV, GROUPS, VECTOR),)  # type: ignore[assignment]
+    return b_kept
 
 
 @triton.jit
