@@ -193,6 +193,37 @@ def load_scales(
 
 
 @triton.jit
+def load_values(
+    p_values,
+    state,
+    i_v,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BESIDE: tl.constexpr = 1,
+):
+    """Codes or values that `store_rounded` wrote, as they lie in memory, zero outside."""
+    o_k = keys_of_rows(BK, BESIDE)
+    o_v = i_v + tl.arange(0, BV)
+    m = (o_k < K)[:, None] & (o_v < V)[None, :]
+    p = p_values + state * K * V + o_k[:, None] * V + tl.max_contiguous(o_v, VECTOR)[None, :]
+    return tl.load(p, mask=m, other=0)
+
+
+@triton.jit
+def read_codes(b, FORMAT: tl.constexpr, HARDWARE_FP8: tl.constexpr):
+    """What `load_values` loaded as `round_state` has codes; without codes the values in float32."""
+    if FORMAT == "e4m3" and HARDWARE_FP8:
+        return b.to(tl.float8e4nv, bitcast=True)
+    elif FORMAT == "e4m3" or FORMAT == "int8":
+        return decode(b, FORMAT, HARDWARE_FP8)
+    else:
+        return b.to(tl.float32)
+
+
+@triton.jit
 def load_codes(
     p_values,
     state,
@@ -206,18 +237,8 @@ def load_codes(
     VECTOR: tl.constexpr,
     BESIDE: tl.constexpr = 1,
 ):
-    """Codes that `store_rounded` wrote, as `round_state` has them, zero outside; without codes the values."""
-    o_k = keys_of_rows(BK, BESIDE)
-    o_v = i_v + tl.arange(0, BV)
-    m = (o_k < K)[:, None] & (o_v < V)[None, :]
-    p = p_values + state * K * V + o_k[:, None] * V + tl.max_contiguous(o_v, VECTOR)[None, :]
-    b = tl.load(p, mask=m, other=0)
-    if FORMAT == "e4m3" and HARDWARE_FP8:
-        return b.to(tl.float8e4nv, bitcast=True)
-    elif FORMAT == "e4m3" or FORMAT == "int8":
-        return decode(b, FORMAT, HARDWARE_FP8)
-    else:
-        return b.to(tl.float32)
+    """Both."""
+    return read_codes(load_values(p_values, state, i_v, K, V, BK, BV, VECTOR, BESIDE), FORMAT, HARDWARE_FP8)
 
 
 @triton.jit

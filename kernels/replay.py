@@ -12,20 +12,11 @@ Formulas: docs/decode.md (mode "replay").
 import triton
 import triton.language as tl
 
-from jlaqat.kernels.kept_state import load_kept, load_rounded, store_rounded
+from jlaqat.kernels.kept_state import load_kept, load_scales, load_values, store_rounded
+from jlaqat.kernels.replay_flush import FLUSHED, flush_window, load_counters, load_lost, load_window, store_lost
 from jlaqat.kernels.replay_ring import append, keep_key, load_factor_scale, store_ring, store_update
-from jlaqat.kernels.replay_token import (
-    flush_window,
-    join_token,
-    load_checkpoint,
-    load_checkpoint_scales,
-    load_counters,
-    load_lost,
-    store_lost,
-)
+from jlaqat.kernels.replay_token import join_token, load_checkpoint_scales, load_quarters
 from jlaqat.kernels.token_operands import load_token, locate_program, rows_of
-
-FLUSHED = tl.constexpr(16)  # entries that a flush adds at a time: a matrix product takes no fewer
 
 
 @triton.jit
@@ -65,6 +56,7 @@ def replay_step_kernel(
     ROW_DEPTH: tl.constexpr,  # see `join_token`
     ENTRY_DEPTH: tl.constexpr,
     KEY_DEPTH: tl.constexpr,
+    EARLY: tl.constexpr,  # quarters of the checkpoint that are asked for before the ring is read
 ):
     """A token joins the ring. Where it is the last of its window, `replay_flush_kernel` comes next."""
     i_v, i_hv, i_n, i_h = locate_program(H, HV, V, BV)
@@ -74,19 +66,23 @@ def replay_step_kernel(
     dims: tl.constexpr = (H, HV, K, V, BK, BV, LENGTH, BL, HARDWARE_FP8)
     head = i_n * HV + i_hv
     cursor = tl.load(p_cursor + i_n)
-    b_kept = load_checkpoint(p_values, head, i_v, K, V, BK, BV, GROUPS, VECTOR)
+    b_kept = load_quarters(p_values, head, 0, EARLY, i_v, K, V, BK, BV, GROUPS, VECTOR)
     b_scale = load_checkpoint_scales(p_scale, head, i_v, K, V, BK, BV, FORMAT, GRANULARITY, SHARED_BY)
-    q, k, v, g, beta = load_token(p_q, p_k, p_v, p_g, p_beta, i_n, i_h, i_hv, o_k, o_v, H, HV, K, V, IS_KDA)
+    q, k, _, g, _ = load_token(p_q, p_k, p_v, p_g, p_beta, i_n, i_h, i_hv, o_k, o_v, H, HV, K, V, IS_KDA)
     k_scale = load_factor_scale(p_k, p_k_scale, i_n * H + i_h)
     b_o, b_r, r_scale = join_token(
         b_kept,
         b_scale,
+        p_values,
+        head,
         p_q + (i_n * H + i_h) * K,
         p_k + (i_n * H + i_h) * K,
+        p_v + head * V,
+        p_beta + head,
+        q,
+        k,
         k_scale,
-        v,
         g,
-        beta,
         scale,
         ring,
         ring,
@@ -107,89 +103,6 @@ def replay_step_kernel(
     append(ring, i_n * LENGTH + cursor, keep_key(k, p_ring_k), k_scale, b_r, r_scale, g, i_v, i_h, i_hv, dims, IS_KDA)
     tl.store(p_o + head * V + o_v, b_o.to(p_o.dtype.element_ty), mask=o_v < V)
     tl.store(p_cursor_out + i_n, (cursor + 1) % LENGTH, mask=(i_v == 0) & (i_hv == 0))
-
-
-@triton.jit
-def replay_flush_kernel(
-    p_q,  # as in `replay_step_kernel`, for all of these; the ring has all entries where p_cursor is LENGTH - 1
-    p_ring_k,
-    p_ring_r,
-    p_ring_g,
-    p_ring_k_scale,
-    p_ring_r_scale,
-    p_cursor,
-    p_counters,  # [N, HV, 4] int32, as `recurrent_forward_kernel` has them; any array where not DRAWN
-    p_values,  # in place
-    p_scale,  # in place
-    p_lost,  # in place: [N, HV, K, V] float32, what the last rounding lost; any array where not FEEDBACK
-    p_o,  # in place: [N, 1, HV, V], rows of such tokens; any array where not READ_STORED
-    scale,
-    HEADS,  # of a sequence that a program has, a divisor of HV
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    LENGTH: tl.constexpr,
-    IS_KDA: tl.constexpr,
-    FORMAT: tl.constexpr,
-    GRANULARITY: tl.constexpr,
-    READ_STORED: tl.constexpr,
-    HARDWARE_FP8: tl.constexpr,
-    DRAWN: tl.constexpr,
-    SEED: tl.constexpr,
-    FEEDBACK: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
-    """Rings that are full become checkpoints. As a rule none is: so few programs, each with heads of one sequence."""
-    ring = (p_ring_k, p_ring_r, p_ring_g, p_ring_k_scale, p_ring_r_scale)
-    dims: tl.constexpr = (H, HV, K, V, BK, BV, LENGTH, FLUSHED, HARDWARE_FP8)
-    o_k = tl.arange(0, BK)
-    PROGRAMS_V: tl.constexpr = (V + BV - 1) // BV
-    parts = HV // HEADS
-    i_n = (tl.program_id(0) // parts).to(tl.int64)
-    cursor = tl.load(p_cursor + i_n)
-    if cursor == LENGTH - 1:
-        # One loop: what a head's tiles share is read for each, or it would take their registers.
-        for i in range(HEADS * PROGRAMS_V):
-            i_v = i % PROGRAMS_V * BV
-            i_hv = tl.program_id(0) % parts * HEADS + i // PROGRAMS_V
-            i_h = i_hv // (HV // H)
-            head = i_n * HV + i_hv
-            window, at = (cursor + 1, 0), (i_n, i_n)
-            b_code, b_scale, b_lost, b_o = flush_window(
-                load_rounded(p_values, p_scale, head, i_v, K, V, BK, BV, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR),
-                load_lost(p_lost, head, i_v, K, V, BK, BV, FEEDBACK),
-                tl.load(p_q + (i_n * H + i_h) * K + o_k, mask=o_k < K, other=0.0),
-                load_counters(p_counters, head, 1, DRAWN),
-                scale,
-                ring,
-                ring,
-                window,
-                at,
-                i_v,
-                i_h,
-                i_hv,
-                dims,
-                IS_KDA,
-                FORMAT,
-                GRANULARITY,
-                READ_STORED,
-                HARDWARE_FP8,
-                DRAWN,
-                SEED,
-                FEEDBACK,
-                True,
-            )
-            tl.debug_barrier()  # every thread has read what is overwritten
-            store_rounded(
-                p_values, p_scale, head, b_code, b_scale, i_v, K, V, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR
-            )
-            store_lost(p_lost, head, b_lost, i_v, K, V, FEEDBACK)
-            if READ_STORED:
-                o_v = i_v + tl.arange(0, BV)
-                tl.store(p_o + head * V + o_v, b_o.to(p_o.dtype.element_ty), mask=o_v < V)
 
 
 @triton.jit
@@ -290,20 +203,24 @@ def replay_forward_kernel(
     )
     store_lost(p_lost_out, head, load_lost(p_lost, head, i_v, K, V, BK, BV, FEEDBACK), i_v, K, V, FEEDBACK)
     tl.debug_barrier()
-    b_kept = load_checkpoint(p_values_out, head, i_v, K, V, BK, BV, GROUPS, READ_VECTOR)
+    b_kept = load_quarters(p_values_out, head, 0, 4, i_v, K, V, BK, BV, GROUPS, READ_VECTOR)
     b_scale = load_checkpoint_scales(p_scale_out, head, i_v, K, V, BK, BV, FORMAT, GRANULARITY, BV)
-    q, k, v, g, beta = load_token(p_q, p_k, p_v, p_g, p_beta, row, i_h, i_hv, o_k, o_v, H, HV, K, V, IS_KDA)
+    q, k, _, g, _ = load_token(p_q, p_k, p_v, p_g, p_beta, row, i_h, i_hv, o_k, o_v, H, HV, K, V, IS_KDA)
     for t in range(count):
         k_scale = load_factor_scale(p_k, p_k_scale, (row + t) * H + i_h)
         b_o, b_r, r_scale = join_token(
             b_kept,
             b_scale,
+            p_values_out,
+            head,
             p_q + ((row + t) * H + i_h) * K,
             p_k + ((row + t) * H + i_h) * K,
+            p_v + ((row + t) * HV + i_hv) * V,
+            p_beta + (row + t) * HV + i_hv,
+            q,
+            k,
             k_scale,
-            v,
             g,
-            beta,
             scale,
             ring,
             call,
@@ -325,11 +242,10 @@ def replay_forward_kernel(
         cursor += 1
         tl.debug_barrier()  # r is read as other threads wrote it
         if cursor == LENGTH:
-            b_s = load_rounded(
-                p_values_out, p_scale_out, head, i_v, K, V, BK, BV, FORMAT, GRANULARITY, HARDWARE_FP8, VECTOR
-            )
             b_new, b_new_scale, b_lost, b_read = flush_window(
-                b_s,
+                load_window(ring, call, (cursor, start), at, i_h, i_hv, FULL, IS_KDA, False),
+                load_values(p_values_out, head, i_v, K, V, BK, BV, VECTOR),
+                load_scales(p_scale_out, head, i_v, K, V, BK, BV, FORMAT, GRANULARITY),
                 load_lost(p_lost_out, head, i_v, K, V, BK, BV, FEEDBACK),
                 q,
                 load_counters(p_counters, head, t + 1, DRAWN),
@@ -339,7 +255,6 @@ def replay_forward_kernel(
                 (cursor, start),
                 at,
                 i_v,
-                i_h,
                 i_hv,
                 FULL,
                 IS_KDA,
@@ -387,7 +302,7 @@ def replay_forward_kernel(
                     VECTOR,
                 )
             tl.debug_barrier()
-            b_kept = load_checkpoint(p_values_out, head, i_v, K, V, BK, BV, GROUPS, READ_VECTOR)
+            b_kept = load_quarters(p_values_out, head, 0, 4, i_v, K, V, BK, BV, GROUPS, READ_VECTOR)
             b_scale = load_checkpoint_scales(p_scale_out, head, i_v, K, V, BK, BV, FORMAT, GRANULARITY, BV)
             slot += 1
             cursor = 0
@@ -395,7 +310,7 @@ def replay_forward_kernel(
         o_row = ((row + t) * HV + i_hv) * V + o_v
         tl.store(p_o + o_row, b_o.to(p_o.dtype.element_ty), mask=o_v < V)
         ahead = row + tl.minimum(t + 1, count - 1)
-        q, k, v, g, beta = load_token(p_q, p_k, p_v, p_g, p_beta, ahead, i_h, i_hv, o_k, o_v, H, HV, K, V, IS_KDA)
+        q, k, _, g, _ = load_token(p_q, p_k, p_v, p_g, p_beta, ahead, i_h, i_hv, o_k, o_v, H, HV, K, V, IS_KDA)
     leaving = (p_ring_k_out, p_ring_r_out, p_ring_g_out, p_ring_k_scale_out, p_ring_r_scale_out)
     store_ring(leaving, ring, call, (cursor, start), at, i_v, i_h, i_hv, dims, IS_KDA)
     tl.store(p_cursor_out + i_n, cursor, mask=(i_v == 0) & (i_hv == 0))

@@ -12,14 +12,22 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from jlaqat.kernels import recurrent_pipeline, replay, replay_backward
+from jlaqat.kernels import recurrent_pipeline, replay, replay_backward, replay_flush
 from jlaqat.kernels.call import UnsupportedByKernels, power_of_two
 from jlaqat.kernels.launch import UNUSED, Buffer, Launch, Run, dtype_name
 from jlaqat.kernels.recurrent_pipeline import Bounds, Gradients, Options, State, gather
 
 BLOCK = 8  # entries of the ring that a token reads at a time
 WIDEST = 128  # columns of a step's program
-FLUSHES = 1024  # programs of a flush, at most
+# Programs of a flush, at most, and their registers a thread: 512 of four warps run at once on an H200. A flush of KDA
+# by tiles and by key rows took 1 to 2 % longer with 1024 programs, and with 1024 and 168 registers 2 to 11 %.
+FLUSHES, FLUSH_REGISTERS = 512, 128
+# (quarters of a checkpoint that a step asks for before it reads the ring, registers a thread). Of codes the fastest on
+# an H200 of 80, 96, 112 and 128 registers for GDN, of 96 and 112 for KDA by key rows; values want more.
+STEP_OF_CODES, STEP_OF_VALUES = (4, 96), (4, 128)
+# By (format, granularity), for KDA with a ring of values: half the checkpoint later, and so more programs at once,
+# took 6 % off a window by tiles. INT8 by key rows was 11 % slower so.
+STEPS_OF_KDA = {("e4m3", "tile"): (2, 80)}
 
 
 class Tokens(NamedTuple):
@@ -77,6 +85,13 @@ class Call(recurrent_pipeline.Call):
         depths = {"ROW_DEPTH": rows // groups, "ENTRY_DEPTH": BLOCK // groups, "KEY_DEPTH": channels}
         reading = {"BL": BLOCK, "GROUPS": groups, "READ_VECTOR": max(1, min(16, width // 32))}
         return reading | {name: n.bit_length() - 1 for name, n in depths.items()}
+
+    def joining_resources(self, ring: Ring) -> tuple[int, int]:
+        """(quarters of the checkpoint that a step asks for first, registers a thread): no bit depends on them."""
+        usual = STEP_OF_CODES if self.coded else STEP_OF_VALUES
+        if len(self.tokens.g.shape) == 3 or ring.coded:
+            return usual
+        return STEPS_OF_KDA.get((self.format, self.granularity), usual)
 
     def joining_width(self, ring: Ring) -> int:
         """Columns of a step's program: many, since they share what it reads of the ring; with codes, one scale's."""
@@ -141,7 +156,8 @@ def _join(run: Run, call: Call, tokens: Tokens, state: State, ring: Ring) -> tup
     width, warps = call.joining_width(ring), call.forward_warps(state)
     constants = call.constants_of(ring) | call.constants_of_joining(ring, width, warps)
     constants["VECTOR"] = constants.pop("READ_VECTOR")
-    constants |= {"BV": width, "SHARED_BY": call.width}
+    early, registers = call.joining_resources(ring)
+    constants |= {"BV": width, "SHARED_BY": call.width, "EARLY": early}
     scales = ("p_ring_k_scale", "p_ring_r_scale") if ring.coded else ()
     launch = Launch(
         kernel=replay.replay_step_kernel,
@@ -156,8 +172,7 @@ def _join(run: Run, call: Call, tokens: Tokens, state: State, ring: Ring) -> tup
         num_warps=warps,
         num_stages=1,
         fp_fusion=False,
-        # Of codes the fastest of 80, 96, 112 and 128 for GDN on an H200 (KDA: no slower); values want more.
-        max_registers=96 if call.coded else 128,
+        max_registers=registers,
     )
     out = run(launch)
     entries = Ring(*(out.get(_pointer(name), x) for name, x in zip(Ring._fields, ring)))
@@ -186,7 +201,7 @@ def _flush(
     constants = {**call.constants_of(ring), **rounding_constants, "HEADS": heads}
     present = {"p_scale": call.coded, "p_lost": state.lost is not None, "p_o": call.options.read_stored}
     launch = Launch(
-        kernel=replay.replay_flush_kernel,
+        kernel=replay_flush.replay_flush_kernel,
         grid=n * hv // heads,
         inputs={name: x for name, x in given.items() if name not in unread},
         outputs={},
@@ -195,7 +210,7 @@ def _flush(
         num_warps=call.forward_warps(state),
         num_stages=1,
         fp_fusion=False,
-        max_registers=168,  # the fastest of 128 (eight warps), 168 and 255 on an H200
+        max_registers=FLUSH_REGISTERS,
     )
     out = run(launch)
     return Output(out.get("p_o", o), State(out["p_values"], out.get("p_scale"), out.get("p_lost")), ring)

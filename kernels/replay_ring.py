@@ -12,8 +12,6 @@ float32 scale for a key and one for the BV columns of r that a program has.
 import triton
 import triton.language as tl
 
-from jlaqat.kernels.halves import halve, join_halves
-from jlaqat.kernels.key_order import keys_of_rows
 from jlaqat.kernels.rounding import compute_scale, decode, encode, magnitude_bits, round_code
 
 
@@ -150,88 +148,100 @@ def load_keys(
     ring,
     call,
     block,
-    since,  # log decay from the entries after this block to the token: a number, for KDA [BK]
     window,
     at,
     i_h,
-    i_hv,
     dims: tl.constexpr,
-    GROUPS: tl.constexpr,  # see `order_of_entries`; 1 for GDN
-    IS_KDA: tl.constexpr,
     IN_RING: tl.constexpr,
 ):
-    """(k [BL, BK], log decay to the token [BL] or [BL, BK], the log decay from before the block) of entries
-    block * BL and on; k is 0 where there is none."""
-    cursor, start = window
-    i_n, row = at
+    """k [BL, BK] of entries block * BL and on, 0 where there is none."""
     H: tl.constexpr = dims[0]
-    HV: tl.constexpr = dims[1]
     K: tl.constexpr = dims[2]
     BK: tl.constexpr = dims[4]
     LENGTH: tl.constexpr = dims[6]
     BL: tl.constexpr = dims[7]
     FP8: tl.constexpr = dims[8]
-    i = order_of_entries(BL, GROUPS)
-    o_i = block * BL + i
-    m_i = o_i < cursor
-    b_k = load_entries(ring[0], call[0], ring[3], call[3], o_i, m_i, i_h, 0, window, at, LENGTH, H, K, BK, IN_RING, FP8)
-    m_next = (o_i + 1 < cursor) & (i < BL - 1)  # what decays an entry are the entries after it
-    p, p_call = ring[2], call[2]
-    first = load_gates(ring, call, block * BL, block * BL < cursor, window, at, i_hv, dims, IS_KDA, IN_RING)
-    if IS_KDA:
-        b_next = load_entries(p, p_call, p, p, o_i + 1, m_next, i_hv, 0, window, at, LENGTH, HV, K, BK, IN_RING, FP8)
-        b_log, b_all = sum_from_entries(b_next, GROUPS)
-        return b_k, b_log + since[None, :], since + first + b_all
-    else:
-        o_ring = (i_n * LENGTH + o_i + 1) * HV + i_hv
-        o_call = (row + start + o_i + 1) * HV + i_hv
-        later = start + o_i + 1 >= 0
-        b_next = load_either(p, o_ring, p_call, o_call, m_next, later, IN_RING)
-        return b_k, tl.cumsum(b_next, axis=0, reverse=True) + since, since + first + tl.sum(b_next, axis=0)
+    o_i = block * BL + tl.arange(0, BL)
+    m_i = o_i < window[0]
+    return load_entries(
+        ring[0], call[0], ring[3], call[3], o_i, m_i, i_h, 0, window, at, LENGTH, H, K, BK, IN_RING, FP8
+    )
 
 
 @triton.jit
-def order_of_entries(BL: tl.constexpr, GROUPS: tl.constexpr):
-    """Entries [BL] of a block in the order in which they lie: a group's, which follow one another, are GROUPS apart."""
-    return keys_of_rows(BL, BL // GROUPS)
+def sum_gates(
+    ring,
+    call,
+    block,
+    since,  # log decay from the entries after this block to the token
+    window,
+    at,
+    i_hv,
+    dims: tl.constexpr,
+    IN_RING: tl.constexpr,
+):
+    """(log decay from entries block * BL and on to the token, [BL]; that from before them), for GDN.
 
-
-@triton.jit
-def sum_from_entries(b, GROUPS: tl.constexpr):
-    """(Σ of each entry's and all later entries' rows, [BL, W]; of all, [W]), for rows as `order_of_entries` has them.
-
-    In the order that is written here, whatever the layout: entry by entry in a group, then over the groups.
+    Added entry by entry, the newest first, and so with KDA.
     """
-    W: tl.constexpr = b.shape[1]
-    b, b_group = _sum_from_rows(tl.reshape(b, [b.shape[0] // GROUPS, GROUPS * W]))
-    b_later, b_all = _sum_after_columns(tl.permute(tl.reshape(b_group, [GROUPS, W]), (1, 0)))
-    b += tl.reshape(tl.permute(b_later, (1, 0)), [1, GROUPS * W])
-    return tl.reshape(b, [b.shape[0] * GROUPS, W]), tl.reshape(b_all, [W])
+    BL: tl.constexpr = dims[7]
+    i = tl.arange(0, BL)
+    b_log = tl.zeros([BL], tl.float32)
+    for back in tl.static_range(BL):
+        entry = block * BL + BL - 1 - back
+        b_log = tl.where(i == BL - 1 - back, since, b_log)
+        since += load_gates(ring, call, entry, entry < window[0], window, at, i_hv, dims, False, IN_RING)
+    return b_log, since
 
 
 @triton.jit
-def _sum_from_rows(b):
-    """(sums of each row and all after it; of all rows, [1, W])"""
-    if b.shape[0] == 1:
-        return b, b
+def load_decayed_keys(
+    ring,
+    call,
+    first,
+    since,  # log decay from the entries after these to the token, [BK]
+    window,
+    at,
+    i_h,
+    i_hv,
+    dims: tl.constexpr,
+    COUNT: tl.constexpr,
+    IN_RING: tl.constexpr,
+):
+    """(k∘exp(log decay to the token) of COUNT entries from the first on, [BK, COUNT], or [BK] of one; the log decay
+    from before them), for KDA. A thread has all entries of a channel, so that nothing passes between threads."""
+    if COUNT == 1:
+        m = first < window[0]
+        b_k = load_key(ring, call, first, m, window, at, i_h, dims, IN_RING)
+        b_g = load_gates(ring, call, first, m, window, at, i_hv, dims, True, IN_RING)
+        return b_k * tl.exp(since), since + b_g
     else:
-        b0, b1 = halve(b)
-        b0, b_first = _sum_from_rows(b0)
-        b1, b_second = _sum_from_rows(b1)
-        return join_halves(b0 + b_second, b1), b_first + b_second
+        HALF: tl.constexpr = COUNT // 2
+        b1, since = load_decayed_keys(ring, call, first + HALF, since, window, at, i_h, i_hv, dims, HALF, IN_RING)
+        b0, since = load_decayed_keys(ring, call, first, since, window, at, i_h, i_hv, dims, HALF, IN_RING)
+        b = tl.join(b0, b1)
+        if HALF > 1:
+            b = tl.reshape(tl.permute(b, (0, 2, 1)), [dims[4], COUNT])
+        return b, since
 
 
 @triton.jit
-def _sum_after_columns(b):
-    """(sums of all columns after each; of all columns, [W, 1])"""
-    N: tl.constexpr = b.shape[1]
-    if N == 1:
-        return tl.zeros(b.shape, tl.float32), b
-    else:
-        b0, b1 = tl.split(tl.permute(tl.reshape(b, [b.shape[0], 2, N // 2]), (0, 2, 1)))
-        b0, b_first = _sum_after_columns(b0)
-        b1, b_second = _sum_after_columns(b1)
-        return tl.reshape(tl.permute(tl.join(b0 + b_second, b1), (0, 2, 1)), b.shape), b_first + b_second
+def load_key(ring, call, i, m, window, at, i_h, dims: tl.constexpr, IN_RING: tl.constexpr):
+    """k of entry i, [BK] float32; 0 unless m."""
+    cursor, start = window
+    i_n, row = at
+    H: tl.constexpr = dims[0]
+    K: tl.constexpr = dims[2]
+    LENGTH: tl.constexpr = dims[6]
+    FP8: tl.constexpr = dims[8]
+    o_k = tl.arange(0, dims[4])
+    o_ring, o_call = (i_n * LENGTH + i) * H + i_h, (row + start + i) * H + i_h
+    later = start + i >= 0
+    b = load_either(ring[0], o_ring * K + o_k, call[0], o_call * K + o_k, m & (o_k < K), later, IN_RING)
+    b_scale = 1.0
+    if ring[0].dtype.element_ty == tl.uint8:
+        b_scale = load_either(ring[3], o_ring, call[3], o_call, m, later, IN_RING)
+    return read_factor(b, b_scale, FP8)
 
 
 @triton.jit
@@ -266,34 +276,43 @@ def load_updates(
     VECTOR: tl.constexpr,
     IN_RING: tl.constexpr,
 ):
-    """r [BL, BV] of entries block * BL and on, 0 where there is none."""
+    """r of entries block * BL and on, 0 where there is none, [BL // GROUPS, GROUPS * BV]: entries that follow one
+    another beside one another."""
     cursor, start = window
+    i_n, row = at
     HV: tl.constexpr = dims[1]
     V: tl.constexpr = dims[3]
     BV: tl.constexpr = dims[5]
     LENGTH: tl.constexpr = dims[6]
     BL: tl.constexpr = dims[7]
     FP8: tl.constexpr = dims[8]
-    o_i = block * BL + order_of_entries(BL, GROUPS)
-    return load_entries(
-        ring[1],
-        call[1],
-        ring[4],
-        call[4],
-        o_i,
-        o_i < cursor,
-        i_hv,
-        i_v,
-        window,
-        at,
-        LENGTH,
-        HV,
-        V,
-        BV,
-        IN_RING,
-        FP8,
-        VECTOR,
-    )
+    ROWS: tl.constexpr = BL // GROUPS
+    PARTS: tl.constexpr = (V + BV - 1) // BV
+    o = tl.arange(0, GROUPS * BV)
+    o_i = (block * BL + tl.arange(0, ROWS) * GROUPS)[:, None] + (o // BV)[None, :]
+    o_v = i_v + o % BV
+    m = (o_i < cursor) & (o_v < V)[None, :]
+    o = tl.max_contiguous(o_i * (HV * V) + o_v[None, :], [1, VECTOR])
+    p_ring, p_call = ring[1] + (i_n * LENGTH * HV + i_hv) * V, call[1] + ((row + start) * HV + i_hv) * V
+    b = load_either(p_ring, o, p_call, o, m, start + o_i >= 0, IN_RING)
+    b_scale = 1.0
+    if ring[1].dtype.element_ty == tl.uint8:
+        o_i = block * BL + tl.arange(0, ROWS)[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :]
+        o_ring, o_call = (i_n * LENGTH + o_i) * HV + i_hv, (row + start + o_i) * HV + i_hv
+        o_ring, o_call = o_ring * PARTS + i_v // BV, o_call * PARTS + i_v // BV
+        b_scale = load_either(ring[4], o_ring, call[4], o_call, o_i < cursor, start + o_i >= 0, IN_RING)
+        b_scale = spread(b_scale, GROUPS, BV)
+    return read_factor(b, b_scale, FP8)
+
+
+@triton.jit
+def spread(b_x, GROUPS: tl.constexpr, BV: tl.constexpr):
+    """Numbers [rows, GROUPS], or [rows, GROUPS, n] of n parts of the columns, for each column: [rows, GROUPS * BV]."""
+    if len(b_x.shape) == 2:
+        return tl.reshape(tl.broadcast_to(b_x[:, :, None], [b_x.shape[0], GROUPS, BV]), [b_x.shape[0], GROUPS * BV])
+    else:
+        SHARED: tl.constexpr = [b_x.shape[0], GROUPS, b_x.shape[2], BV // b_x.shape[2]]
+        return tl.reshape(tl.broadcast_to(b_x[:, :, :, None], SHARED), [b_x.shape[0], GROUPS * BV])
 
 
 @triton.jit

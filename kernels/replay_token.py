@@ -1,4 +1,5 @@
-"""Replay token by token: every token joins the ring, and the last of a window folds the ring into a new checkpoint.
+"""Replay token by token: every token joins the ring. The last of a window then folds it into a new checkpoint
+(`replay_flush`).
 
 A token reads the checkpoint C and the entries (k_i, r_i, g_i) and forms no state. With E the log decay from an entry
 (or from C) to the token,
@@ -6,37 +7,48 @@ A token reads the checkpoint C and the entries (k_i, r_i, g_i) and forms no stat
     Rᵀk = Cᵀ(k∘exp(E_C)) + Σ_i (k_i∘exp(E_i))ᵀk r_i,   r = β(v − Rᵀk)
     o = Cᵀ(q∘exp(E_C)) + Σ_i (k_i∘exp(E_i))ᵀq r_i + (kᵀq) r
 
-so that C is read in codes: a tile's scale multiplies a sum, not 128 rows. Once (k, r, g) of a window's last token is in
-the ring, W = Diag(exp(E_C)) C + Σ_i (k_i∘exp(E_i)) r_iᵀ is rounded.
+so that C is read in codes: a tile's scale multiplies a sum, not 128 rows.
 
 A step and a longer call have the same bits although their programs have other widths, since the order of their sums is
-written down: a sum over K goes over the rows of each of GROUPS, one after another, then over the groups; one over
-entries is a product of FLUSHED at a time. Left to the layout are sums that no width enters, over the channels of keys.
+written down: a sum over K or over entries goes over the rows of each of GROUPS, one after another, then over the
+groups. Left to the layout are sums that no width enters, over the channels of keys.
 
-Groups of arguments (ring, call, at, window, dims): see `replay_ring`; counters: see `load_counters`.
+Groups of arguments (ring, call, at, window, dims): see `replay_ring`.
 """
 
 import triton
 import triton.language as tl
 
 from jlaqat.kernels.halves import halve
-from jlaqat.kernels.kept_state import load_scales, round_state
-from jlaqat.kernels.philox import draw_words
-from jlaqat.kernels.replay_ring import keep_key, keep_update, load_keys, load_updates, read_factor
-from jlaqat.kernels.rounding import INTERPRETED, decode
+from jlaqat.kernels.kept_state import load_scales
+from jlaqat.kernels.replay_ring import (
+    keep_key,
+    keep_update,
+    load_decayed_keys,
+    load_keys,
+    load_updates,
+    read_factor,
+    spread,
+    sum_gates,
+)
+from jlaqat.kernels.rounding import decode
 from jlaqat.kernels.token_gradients import add_by_columns, add_by_rows
 
 
 @triton.jit
 def join_token(
-    b_kept,  # the checkpoint, see `load_checkpoint`
+    b_kept,  # the checkpoint's first quarters, see `load_quarters`; the others are loaded when the ring has been read
     b_scale,
+    p_values,  # of the checkpoint
+    head,
     p_q,  # of the token, [K]
     p_k,
+    p_v,  # [V]; v and beta are loaded when the ring has been read, for want of registers
+    p_beta,
+    q,
+    k,
     k_scale,
-    v,
     g,
-    beta,
     scale,
     ring,
     call,
@@ -62,42 +74,48 @@ def join_token(
     BL: tl.constexpr = dims[7]
     FP8: tl.constexpr = dims[8]
     BLOCKS: tl.constexpr = (LENGTH + BL - 1) // BL
-    ORDER: tl.constexpr = GROUPS if IS_KDA else 1
-    ENTRIES: tl.constexpr = [BL // GROUPS, GROUPS * BV]
     WEIGHTS: tl.constexpr = [BL // GROUPS, GROUPS]
     o_k = tl.arange(0, BK)
-    # Loaded for every entry, in the layout that their keys have: nothing has to pass between threads.
     everywhere = tl.zeros([BL], tl.int32)[:, None] + o_k[None, :]
-    b_q = tl.load(p_q + everywhere, mask=everywhere < K, other=0.0).to(tl.float32)
-    b_k = read_factor(keep_key(tl.load(p_k + everywhere, mask=everywhere < K, other=0), ring[0]), k_scale, FP8)
     b_error = tl.zeros([1, GROUPS * BV], tl.float32)
     b_out = tl.zeros([1, GROUPS * BV], tl.float32)
     since = g
     for back in tl.static_range(BLOCKS):
         block = BLOCKS - 1 - back
         if block * BL < window[0]:
-            b_entry, b_log, since = load_keys(
-                ring, call, block, since, window, at, i_h, i_hv, dims, ORDER, IS_KDA, IN_RING
-            )
-            b_r = load_updates(ring, call, block, window, at, i_v, i_hv, dims, ORDER, VECTOR, IN_RING)
-            b_decay = tl.exp(b_log)
+            b_r = load_updates(ring, call, block, window, at, i_v, i_hv, dims, GROUPS, VECTOR, IN_RING)
+            # Loaded for every entry, in the layout that their keys have: nothing has to pass between threads.
+            b_q = tl.load(p_q + everywhere, mask=everywhere < K, other=0.0).to(tl.float32)
+            b_k = read_factor(keep_key(tl.load(p_k + everywhere, mask=everywhere < K, other=0), ring[0]), k_scale, FP8)
             if IS_KDA:
-                b_entry = b_entry * b_decay
-            with_k, with_q = product_of_keys(b_entry, b_k, DEPTHS[2]), product_of_keys(b_entry, b_q, DEPTHS[2]) * scale
-            if not IS_KDA:
-                with_k, with_q = with_k * b_decay, with_q * b_decay
-            b_r = tl.reshape(b_r, ENTRIES)
-            b_error = add_by_rows(b_r, spread(tl.reshape(with_k, WEIGHTS), GROUPS, BV), b_error, DEPTHS[1])
-            b_out = add_by_rows(b_r, spread(tl.reshape(with_q, WEIGHTS), GROUPS, BV), b_out, DEPTHS[1])
-    q = tl.load(p_q + o_k, mask=o_k < K, other=0.0).to(tl.float32) * scale
-    k = read_factor(keep_key(tl.load(p_k + o_k, mask=o_k < K, other=0), ring[0]), k_scale, FP8)
+                b_entry, since = load_decayed_keys(
+                    ring, call, block * BL, since, window, at, i_h, i_hv, dims, BL, IN_RING
+                )
+                b_entry = tl.trans(b_entry)
+                with_k, with_q = product_of_keys(b_entry, b_k, DEPTHS[2]), product_of_keys(b_entry, b_q, DEPTHS[2])
+            else:
+                b_entry = load_keys(ring, call, block, window, at, i_h, dims, IN_RING)
+                b_log, since = sum_gates(ring, call, block, since, window, at, i_hv, dims, IN_RING)
+                b_decay = tl.exp(b_log)
+                with_k = product_of_keys(b_entry, b_k, DEPTHS[2]) * b_decay
+                with_q = product_of_keys(b_entry, b_q, DEPTHS[2]) * b_decay
+            with_k, with_q = tl.reshape(with_k, WEIGHTS), tl.reshape(with_q * scale, WEIGHTS)
+            b_error = add_by_rows(b_r, spread(with_k, GROUPS, BV), b_error, DEPTHS[1])
+            b_out = add_by_rows(b_r, spread(with_q, GROUPS, BV), b_out, DEPTHS[1])
+    o_v = i_v + tl.arange(0, BV)
+    v = tl.load(p_v + o_v, mask=o_v < dims[3], other=0.0).to(tl.float32)
+    beta = tl.load(p_beta).to(tl.float32)
+    q = q.to(tl.float32) * scale
+    k = read_factor(keep_key(k, ring[0]), k_scale, FP8)
+    with_itself = tl.sum(k * q, axis=0)
+    b_kept += load_quarters(p_values, head, len(b_kept), 4, i_v, K, dims[3], BK, BV, GROUPS, VECTOR)
     b_decay = tl.exp(since)
     b_error, b_out = read_checkpoint(
         b_kept, b_scale, k * b_decay, q * b_decay, b_error, b_out, GROUPS, BV, FORMAT, GRANULARITY, FP8, DEPTHS[0]
     )
     b_error, b_out = add_groups(b_error, b_out, GROUPS, BV)
-    b_r, r_scale = keep_update(beta.to(tl.float32) * (v.to(tl.float32) - b_error), ring[1], FP8)
-    b_o = b_out + tl.sum(k * q, axis=0) * read_factor(b_r, r_scale, FP8)
+    b_r, r_scale = keep_update(beta * (v - b_error), ring[1], FP8)
+    b_o = b_out + with_itself * read_factor(b_r, r_scale, FP8)
     return b_o, b_r, r_scale
 
 
@@ -106,16 +124,6 @@ def product_of_keys(b_x, b_y, DEPTH: tl.constexpr):
     """Σ x∘y over channels, [BL]"""
     b_sum = tl.zeros([b_x.shape[0], b_x.shape[1] >> DEPTH], tl.float32)
     return tl.sum(add_by_columns(b_x, b_y, b_sum, DEPTH), axis=1)
-
-
-@triton.jit
-def spread(b_x, GROUPS: tl.constexpr, BV: tl.constexpr):
-    """Numbers [rows, GROUPS], or [rows, GROUPS, n] of n parts of the columns, for each column: [rows, GROUPS * BV]."""
-    if len(b_x.shape) == 2:
-        return tl.reshape(tl.broadcast_to(b_x[:, :, None], [b_x.shape[0], GROUPS, BV]), [b_x.shape[0], GROUPS * BV])
-    else:
-        SHARED: tl.constexpr = [b_x.shape[0], GROUPS, b_x.shape[2], BV // b_x.shape[2]]
-        return tl.reshape(tl.broadcast_to(b_x[:, :, :, None], SHARED), [b_x.shape[0], GROUPS * BV])
 
 
 @triton.jit
@@ -136,9 +144,11 @@ def add_halves(b):
 
 
 @triton.jit
-def load_checkpoint(
+def load_quarters(
     p_values,
     state,
+    FIRST: tl.constexpr,
+    LAST: tl.constexpr,
     i_v,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -147,14 +157,12 @@ def load_checkpoint(
     GROUPS: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """Codes, without codes the values, as they lie in memory, in quarters [BK // GROUPS // 4, GROUPS * BV]: row i of
+    """A checkpoint's quarters FIRST..LAST of four, codes, without codes the values, as they lie in memory: row i of
     every group. Quarters, so that few numbers are decoded at a time."""
-    return (
-        load_quarter(p_values, state, 0, i_v, K, V, BK, BV, GROUPS, VECTOR),
-        load_quarter(p_values, state, 1, i_v, K, V, BK, BV, GROUPS, VECTOR),
-        load_quarter(p_values, state, 2, i_v, K, V, BK, BV, GROUPS, VECTOR),
-        load_quarter(p_values, state, 3, i_v, K, V, BK, BV, GROUPS, VECTOR),
-    )
+    b_kept = ()
+    for quarter in tl.static_range(FIRST, LAST):
+        b_kept += (load_quarter(p_values, state, quarter, i_v, K, V, BK, BV, GROUPS, VECTOR),)  # type: ignore[assignment]
+    return b_kept
 
 
 @triton.jit
@@ -252,119 +260,3 @@ def read_checkpoint(
         b_scale = tl.reshape(tl.broadcast_to(b_scale[None, None, :], [1, GROUPS, BV]), [1, GROUPS * BV])
         b_read_x, b_read_y = tl.fma(b_read_x, b_scale, b_sum_x), tl.fma(b_read_y, b_scale, b_sum_y)
     return b_read_x, b_read_y
-
-
-@triton.jit
-def load_counters(p_counters, state, tokens, DRAWN: tl.constexpr):
-    """What bits are drawn by at the rounding after so many of the call's tokens, as `draw_words` takes it."""
-    if DRAWN:
-        p = p_counters + state * 4
-        return tl.load(p) + tokens, tl.load(p + 1), tl.load(p + 2), tl.load(p + 3)
-    else:
-        return 0, 0, 0, 0
-
-
-@triton.jit
-def load_lost(
-    p_lost,
-    state,
-    i_v,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    FEEDBACK: tl.constexpr,
-):
-    """What a state's last rounding lost, [BK, BV]; 0 where not FEEDBACK."""
-    if FEEDBACK:
-        o_k = tl.arange(0, BK)[:, None]
-        o_v = i_v + tl.arange(0, BV)[None, :]
-        return tl.load(p_lost + state * K * V + (o_k * V + o_v), mask=(o_k < K) & (o_v < V), other=0.0)
-    else:
-        return 0.0
-
-
-@triton.jit
-def store_lost(p_lost, state, b_lost, i_v, K: tl.constexpr, V: tl.constexpr, FEEDBACK: tl.constexpr):
-    if FEEDBACK:
-        o_k = tl.arange(0, b_lost.shape[0])[:, None]
-        o_v = i_v + tl.arange(0, b_lost.shape[1])[None, :]
-        tl.store(p_lost + state * K * V + (o_k * V + o_v), b_lost, mask=(o_k < K) & (o_v < V))
-
-
-@triton.jit
-def add_entries(b_k, b_r, b_sum, BFLOAT16: tl.constexpr):
-    """sum + Σ k_i r_iᵀ. Where r was bfloat16 the matrix units multiply it by k in three parts, which lose nothing."""
-    b_k = tl.trans(b_k)
-    if BFLOAT16:
-        b_high = b_k.to(tl.bfloat16)
-        b_rest = b_k - b_high.to(tl.float32)
-        b_middle = b_rest.to(tl.bfloat16)
-        b_low = (b_rest - b_middle.to(tl.float32)).to(tl.bfloat16)
-        b_r = b_r.to(tl.bfloat16)
-        if INTERPRETED:  # which multiplies the integers that it holds bfloat16 in
-            b_high, b_middle, b_low = b_high.to(tl.float32), b_middle.to(tl.float32), b_low.to(tl.float32)
-            b_r = b_r.to(tl.float32)
-        return tl.dot(b_high, b_r, tl.dot(b_middle, b_r, tl.dot(b_low, b_r, b_sum)))
-    else:
-        return tl.dot(b_k, b_r, b_sum, input_precision="ieee")
-
-
-@triton.jit
-def flush_window(
-    b_s,
-    b_lost,
-    q,
-    counters,
-    scale,
-    ring,
-    call,
-    window,
-    at,
-    i_v,
-    i_h,
-    i_hv,
-    dims: tl.constexpr,
-    IS_KDA: tl.constexpr,
-    FORMAT: tl.constexpr,
-    GRANULARITY: tl.constexpr,
-    READ_STORED: tl.constexpr,
-    HARDWARE_FP8: tl.constexpr,
-    DRAWN: tl.constexpr,
-    SEED: tl.constexpr,
-    FEEDBACK: tl.constexpr,
-    IN_RING: tl.constexpr,
-):
-    """(the new checkpoint's codes and scales, what was lost, o [BV] where READ_STORED) after a window's last token.
-
-    b_s: the checkpoint before; b_lost: what its rounding lost; q: of the last token; window: with all entries.
-    """
-    V: tl.constexpr = dims[3]
-    BK: tl.constexpr = dims[4]
-    BV: tl.constexpr = dims[5]
-    ORDER: tl.constexpr = 4 if IS_KDA else 1  # of entries, and so of their sum: whatever the warps
-    BLOCKS: tl.constexpr = (dims[6] + dims[7] - 1) // dims[7]
-    since = tl.zeros([BK], tl.float32) if IS_KDA else tl.full([], 0.0, tl.float32)
-    b_entries = tl.zeros([BK, BV], tl.float32)
-    for back in tl.static_range(BLOCKS):
-        block = BLOCKS - 1 - back
-        b_k, b_log, since = load_keys(ring, call, block, since, window, at, i_h, i_hv, dims, ORDER, IS_KDA, IN_RING)
-        b_k *= tl.exp(b_log) if IS_KDA else tl.exp(b_log)[:, None]
-        b_r = load_updates(ring, call, block, window, at, i_v, i_hv, dims, ORDER, 16, IN_RING)
-        b_entries = add_entries(b_k, b_r, b_entries, ring[1].dtype.element_ty == tl.bfloat16)
-    b_decay = tl.exp(since)
-    b_s = b_s * (b_decay[:, None] if IS_KDA else b_decay) + b_entries
-    if FEEDBACK:
-        b_s += b_lost
-    if DRAWN:
-        rounding, layer_and_head, sequence, step = counters
-        words = draw_words(rounding, layer_and_head, sequence, step, i_v, V, BK, BV, SEED)
-        b_code, b_scale, b_stored = round_state(b_s, FORMAT, GRANULARITY, HARDWARE_FP8, words, DRAWN)
-    else:
-        b_code, b_scale, b_stored = round_state(b_s, FORMAT, GRANULARITY, HARDWARE_FP8)
-    if FEEDBACK:
-        b_lost = b_s - b_stored
-    b_o = tl.zeros([BV], tl.float32)
-    if READ_STORED:
-        b_o = tl.sum(b_stored * (q.to(tl.float32) * scale)[:, None], axis=0)
-    return b_code, b_scale, b_lost, b_o
