@@ -51,6 +51,7 @@ WINDOW = 16  # of replay
 WARPS = [1, 2, 4, 8]  # tried beside the defaults
 GATES = ["gdn", "kda"]
 MODES = ["token", "replay"]  # of training
+BACKENDS = ["triton", "xla"]
 
 
 def queued_milliseconds(call, repeats: int = 5) -> float:
@@ -188,7 +189,7 @@ def fla_row(x: Tokens, b: int, h: int, d: int, kda: bool) -> dict:
 
 def training_calls(policy: DecodePolicy):
     """(backend, tokens between kept states or None, label) of what is timed under a policy."""
-    for backend in ("triton", "xla"):
+    for backend in BACKENDS:
         yield backend, None, "forward"
         # Replay's kernels keep a checkpoint a window, and the xla backend would want 9 GB.
         for every in (64, 1) if backend == "triton" and policy.mode == "token" else (64,):
@@ -278,10 +279,12 @@ def main() -> None:
     parser.add_argument("--parts", default="step,replay,forward,training")
     parser.add_argument("--gates", default="gdn,kda")
     parser.add_argument("--training-modes", default="token,replay")
+    parser.add_argument("--backends", default="triton,xla", help="that train; an xla row takes seconds")
     parser.add_argument("--defaults", action="store_true", help="default warps and widths alone, no others beside them")
     parser.add_argument("--without-gpu", type=int, default=0, metavar="90", help="compile only, for this GPU")
     args = parser.parse_args()
     GATES[:], MODES[:] = args.gates.split(","), args.training_modes.split(",")
+    BACKENDS[:] = args.backends.split(",")
     if args.defaults:
         WARPS.clear()
     if args.without_gpu:

@@ -102,9 +102,10 @@ def chunks(run, device: str, name: str) -> None:
     pipeline.backward(run, inputs, out.residuals, do, dfinal, options)
 
 
-def decoding_calls(device: str):
-    """(tokens, kept state, options) of five tokens of two sequences: GDN with E4M3 tiles, KDA with INT8 rows."""
+def decoding_calls(device: str, count: int = 5, dtype: str = "bfloat16"):
+    """(tokens, kept state, options) of `count` tokens of two sequences: GDN with E4M3 tiles, KDA with INT8 rows."""
     import kernel_oracle as oracle
+    import torch
     from kernel_checks import hardware_fp8
     from recurrent_oracle import entering_state
 
@@ -112,9 +113,10 @@ def decoding_calls(device: str):
     from jlaqat.spec import QuantSpec
 
     for kda, spec in ((False, QuantSpec.fp8()), (True, QuantSpec.int8(granularity="key_row"))):
-        inputs = oracle.make_inputs(3, b=2, t=5, h=1, hv=2, dk=128, dv=128, kda=kda)
+        inputs = oracle.make_inputs(3, b=2, t=count, h=1, hv=2, dk=128, dv=128, kda=kda)
         q, k, v, g, beta, state = (x.float().to(device) for x in inputs)
-        tokens = pipeline.Tokens(q.bfloat16(), k.bfloat16(), v.bfloat16(), g, beta.bfloat16())
+        q, k, v, beta = (x.to(getattr(torch, dtype)) for x in (q, k, v, beta))
+        tokens = pipeline.Tokens(q, k, v, g, beta)
         options = pipeline.Options(scale=0.1, state=spec, hardware_fp8=device == "cuda" and hardware_fp8())
         yield tokens, entering_state(state, options), options
 
@@ -129,12 +131,15 @@ def drawn(tokens, state, options):
 
 
 def decode(run, device: str) -> None:
-    """The recurrence, forward and backward; and a segment, two sequences in a row, with gradients put in place."""
+    """The recurrence, forward and backward; and a segment, two sequences in a row, with gradients put in place.
+
+    In bfloat16 over two blocks of the backward, and in float32, whose backward goes token by token.
+    """
     import torch
 
     from jlaqat.kernels import recurrent_pipeline as pipeline
 
-    for tokens, state, options in decoding_calls(device):
+    for tokens, state, options in (*decoding_calls(device, 18), *decoding_calls(device, 5, "float32")):
         out = pipeline.forward(run, tokens, state, options, stride=1)
         do, d_leaving = torch.ones_like(out.o), torch.ones(state.values.shape, device=device)
         pipeline.backward(run, tokens, state, out.saved, do, d_leaving, options)
