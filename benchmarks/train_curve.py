@@ -37,6 +37,7 @@ RUNS = {
     "xla bf16": dict(backend="xla", dtype="bfloat16", seed=0),
     "xla float32": dict(backend="xla", dtype="float32", seed=0),
     "xla bf16, seed 1": dict(backend="xla", dtype="bfloat16", seed=1),
+    "triton bf16, seed 1": dict(backend="triton", dtype="bfloat16", seed=1),
 }
 REFERENCE = "xla bf16"
 
