@@ -23,8 +23,10 @@ def zeros(launch):
     return outputs | {name: launch.inputs[name] for name in launch.in_place}
 
 
-def test_every_kernel_is_launched_by_a_run(monkeypatch):
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_every_kernel_is_launched_by_a_run(tool, monkeypatch):
     monkeypatch.setattr(call, "triton_version", lambda: call.HOPPER_TRITON)  # or those for SM90 are left out
-    launched = {name: sanitize.launch_all(name, zeros, "cpu") for name in sanitize.RUNS}
+    heads = {name: sanitize.heads_under(tool, name) for name in sanitize.RUNS}
+    launched = {name: sanitize.launch_all(name, zeros, "cpu", heads[name]) for name in sanitize.RUNS}
     assert sorted(set().union(*launched.values())) == kernel_names()
     assert not any(name.startswith("hopper") for name in launched["gdn-portable"] | launched["kda-portable"])

@@ -1,65 +1,97 @@
 """compute-sanitizer's memcheck and racecheck on a small run of every kernel.
 
-    python3 tests/gpu/sanitize.py [--runs gdn-fp8,kda-fp8] [--tools memcheck,racecheck] [--log FOLDER]
+    python3 tests/gpu/sanitize.py [--runs gdn-fp8,replay] [--tools memcheck,racecheck] [--jobs 15] [--seconds 300]
+        [--log FOLDER] [--out FILE.json] [--compiled]
+    python3 tests/gpu/sanitize.py --without-gpu 90      # only compiles, see benchmarks/without_gpu.py
 
-Calls of two or three chunks run in processes of their own: first without a tool, which compiles, then under each.
-Prints a table of kernels with the errors that a report names, and each process's own summary. Exit status 1 if there is
-an error, if a kernel of jlaqat.kernels was launched by no run, or if memcheck misses the error that the run "planted"
-makes on purpose.
+Calls of two or three chunks or a few tokens run in processes of their own, side by side, each with a time limit:
+first without a tool, which compiles (not with --compiled), then under each. Prints a line as each ends, and a table of
+kernels with the errors that reports name. --log gets what the tools printed, and rows.jsonl, a line a process; --out
+all rows in one JSON. Exit status 1 if there is an error, if time was over, if under a tool a kernel of jlaqat.kernels
+was launched by no run, or if memcheck misses the error that the run "planted" makes on purpose.
 """
 
 from __future__ import annotations
 
 import argparse
-import collections
 import dataclasses
-import functools
+import json
 import os
 import re
-import subprocess
+import shutil
+import signal
 import sys
 import tempfile
 from pathlib import Path
 
+import sanitizer_process as process
+from sanitizer_process import LAUNCH, LAUNCHED, PLANTED, PLANTED_KERNEL
+
 TESTS = Path(__file__).resolve().parents[1]
-SETTINGS = ("plain", "fp8", "int8", "split", "portable", "hopper", "hopperplain")
-X_IN_P = ("gdn-xinp", "gdn-xinphopper")
-RUNS = (*(f"{gate}-{setting}" for gate in ("gdn", "kda") for setting in SETTINGS), *X_IN_P, "decode", "replay")
-PLANTED = "planted"
-LAUNCHED = "launched: "
-# Failed calls of the driver are no error of a kernel: Triton's loader asks for shared memory that the tool has taken.
-SANITIZER = ("compute-sanitizer", "--report-api-errors", "no", "--print-limit", "50")
-SUMMARY = re.compile(r"(ERROR SUMMARY: \d+ error|RACECHECK SUMMARY: \d+ hazards? displayed \(\d+ error).*")
+GATES = ("gdn", "kda")
+SETTINGS = ("hopper", "hopperplain", "fp8", "plain", "int8", "split", "portable")
+# What takes longest comes first.
+RUNS = (
+    *(f"replay-{gate}-{ring}" for gate in GATES for ring in ("plain", "coded")),
+    *("gdn-xinphopper", "gdn-xinp"),
+    *(f"{gate}-{setting}" for setting in SETTINGS for gate in GATES),
+    *(f"decode-{gate}-{part}" for gate in GATES for part in ("whole", "segment")),
+)
 
 
-def run_here(name: str) -> None:
-    """Launches the kernels of one run and prints their names."""
+def heads_under(tool: str, name: str) -> int:
+    """Value heads. For racecheck one: heads share no shared memory. Decoding launches what sums over heads."""
+    return 1 if tool == "racecheck" and not name.startswith("decode") else 2
+
+
+def name_of(launch) -> str:
+    return f"{launch.kernel.fn.__module__.split('.')[-1]}.{launch.name}"
+
+
+def run_here(name: str, heads: list[int], without_gpu: int) -> None:
+    """Launches the kernels of one run, with each number of heads, waits for each launch and prints its name."""
     import torch
 
+    if without_gpu:
+        from without_gpu import pretend
+
+        pretend(without_gpu)
     from jlaqat.torch_bridge.run import torch_run
 
-    if name == PLANTED:
-        return planted()
     device = "cuda" if torch.cuda.is_available() else "cpu"  # through the interpreter: to try this script
-    launched = launch_all(name, torch_run, device)
-    if device == "cuda":
-        torch.cuda.synchronize()
-    print(LAUNCHED + " ".join(sorted(launched)))
+
+    def told(launch):
+        print(LAUNCH + name_of(launch), launch.grid, flush=True)
+        outputs = torch_run(launch)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return outputs
+
+    if name == PLANTED:
+        planted()
+    else:
+        for count in heads:
+            launch_all(name, told, device, count)
+    print(LAUNCHED + "all", flush=True)
 
 
-def launch_all(name: str, run, device: str) -> set[str]:
+def launch_all(name: str, run, device: str, heads: int = 2) -> set[str]:
     """Names, as module.kernel, of what a run launches through `run`."""
     launched: set[str] = set()
 
     def record(launch):
-        launched.add(f"{launch.kernel.fn.__module__.split('.')[-1]}.{launch.name}")
+        launched.add(name_of(launch))
         return run(launch)
 
-    {"decode": decode, "replay": replay}.get(name, functools.partial(chunks, name=name))(record, device)
+    kind, *rest = name.split("-")
+    if kind in GATES:
+        chunks(record, device, name, heads)
+    else:
+        {"decode": decode, "replay": replay}[kind](record, device, *rest, heads)
     return launched
 
 
-def chunks(run, device: str, name: str) -> None:
+def chunks(run, device: str, name: str, heads: int = 2) -> None:
     """Forward and backward over three chunks, the last one short.
 
     Settings: plain and fp8 (state and w) as users have them; int8 packed, with an empty sequence and rows past the end;
@@ -94,7 +126,7 @@ def chunks(run, device: str, name: str) -> None:
         options = dataclasses.replace(options, hopper=False)
     packed = setting == "int8"
     lengths = torch.tensor([0, 70, 70, 150], dtype=torch.int32, device=device) if packed else None
-    sizes = dict(b=1, t=170 if packed else 130, h=1, hv=2, dk=128, dv=128)
+    sizes = dict(b=1, t=170 if packed else 130, h=1, hv=heads, dk=128, dv=128)
     given = oracle.make_inputs(1, **sizes, kda=gate == "kda", n=3 if packed else None)
     inputs = cast([x.to(device) for x in given], torch.bfloat16, lengths)
     out = pipeline.forward(run, inputs, options)
@@ -102,7 +134,7 @@ def chunks(run, device: str, name: str) -> None:
     pipeline.backward(run, inputs, out.residuals, do, dfinal, options)
 
 
-def decoding_calls(device: str, count: int = 5, dtype: str = "bfloat16"):
+def decoding_calls(device: str, count: int = 5, dtype: str = "bfloat16", heads: int = 2):
     """(tokens, kept state, options) of `count` tokens of two sequences: GDN with E4M3 tiles, KDA with INT8 rows."""
     import kernel_oracle as oracle
     import torch
@@ -113,7 +145,7 @@ def decoding_calls(device: str, count: int = 5, dtype: str = "bfloat16"):
     from jlaqat.spec import QuantSpec
 
     for kda, spec in ((False, QuantSpec.fp8()), (True, QuantSpec.int8(granularity="key_row"))):
-        inputs = oracle.make_inputs(3, b=2, t=count, h=1, hv=2, dk=128, dv=128, kda=kda)
+        inputs = oracle.make_inputs(3, b=2, t=count, h=1, hv=heads, dk=128, dv=128, kda=kda)
         q, k, v, g, beta, state = (x.float().to(device) for x in inputs)
         q, k, v, beta = (x.to(getattr(torch, dtype)) for x in (q, k, v, beta))
         tokens = pipeline.Tokens(q, k, v, g, beta)
@@ -130,8 +162,8 @@ def drawn(tokens, state, options):
     return oracle.with_lost(state), dataclasses.replace(options, state=spec), counters
 
 
-def decode(run, device: str) -> None:
-    """The recurrence, forward and backward; and a segment, two sequences in a row, with gradients put in place.
+def decode(run, device: str, gate: str, part: str, heads: int = 2) -> None:
+    """The recurrence, forward and backward; or a segment, two sequences in a row, with gradients put in place.
 
     In bfloat16 over two blocks of the backward, and in float32, whose backward goes token by token.
     """
@@ -139,14 +171,16 @@ def decode(run, device: str) -> None:
 
     from jlaqat.kernels import recurrent_pipeline as pipeline
 
-    for tokens, state, options in (*decoding_calls(device, 18), *decoding_calls(device, 5, "float32")):
-        out = pipeline.forward(run, tokens, state, options, stride=1)
-        do, d_leaving = torch.ones_like(out.o), torch.ones(state.values.shape, device=device)
-        pipeline.backward(run, tokens, state, out.saved, do, d_leaving, options)
-
+    for count, dtype in ((18, "bfloat16"), (5, "float32")):
+        tokens, state, options = dict(zip(GATES, decoding_calls(device, count, dtype, heads)))[gate]
+        d_leaving = torch.ones(state.values.shape, device=device)
+        if part == "whole":
+            out = pipeline.forward(run, tokens, state, options, stride=1)
+            pipeline.backward(run, tokens, state, out.saved, torch.ones_like(out.o), d_leaving, options)
+            continue
         one_row = pipeline.Tokens(*(x[:1].contiguous() for x in tokens))
-        first, count = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 2], [1, 3]))
-        segment = {"bounds": pipeline.Bounds(first, count), "most": 3}
+        first, counts = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 2], [1, 3]))
+        segment = {"bounds": pipeline.Bounds(first, counts), "most": 3}
         state, options, counters = drawn(one_row, state, options)
         out = pipeline.forward(run, one_row, state, options, counters=counters, stride=1, **segment)
         into = pipeline.Gradients(*(torch.zeros(x.shape, device=device) for x in one_row), None)
@@ -154,26 +188,27 @@ def decode(run, device: str) -> None:
         pipeline.backward(run, one_row, state, out.saved, do, d_leaving, options, into=into, **segment)
 
 
-def replay(run, device: str) -> None:
-    """Decoding by replay: many tokens forward and backward, and the same ones step by step; then with a coded ring."""
+def replay(run, device: str, gate: str, ring: str, heads: int = 2) -> None:
+    """Decoding by replay: many tokens forward and backward, and the same step by step; its ring plain or coded."""
     import replay_oracle as oracle
     import torch
 
     from jlaqat.kernels import recurrent_pipeline
     from jlaqat.kernels import replay_pipeline as pipeline
 
-    def check(tokens, state, ring, options, counters=None):
-        out = pipeline.forward(run, tokens, state, ring, options, counters=counters, save=True)
-        do, d_leaving = torch.ones_like(out.o), torch.ones(state.values.shape, device=device)
-        pipeline.backward(run, tokens, state, ring, out, do, d_leaving, options)
-        oracle.step_by_step(tokens, state, ring, options, run, counters)
-
-    for tokens, state, options in decoding_calls(device):
-        check(tokens, state, oracle.make_ring(tokens, 3, [1, 2], torch.bfloat16), options)
+    tokens, state, options = dict(zip(GATES, decoding_calls(device, heads=heads)))[gate]
+    counters = None
+    if ring == "plain":
+        entries = oracle.make_ring(tokens, 3, [1, 2], torch.bfloat16)
+    else:
         width = recurrent_pipeline.Call(tokens, options).width
         tokens = oracle.with_key_codes(pipeline.Tokens(*tokens))
         state, options, counters = drawn(tokens, state, options)
-        check(tokens, state, oracle.make_ring(tokens, 3, [1, 2], oracle.CODED, width), options, counters)
+        entries = oracle.make_ring(tokens, 3, [1, 2], oracle.CODED, width)
+    out = pipeline.forward(run, tokens, state, entries, options, counters=counters, save=True)
+    do, d_leaving = torch.ones_like(out.o), torch.ones(state.values.shape, device=device)
+    pipeline.backward(run, tokens, state, entries, out, do, d_leaving, options)
+    oracle.step_by_step(tokens, state, entries, options, run, counters)
 
 
 def planted() -> None:
@@ -184,79 +219,122 @@ def planted() -> None:
     x = torch.zeros(1024, device="cuda")
     write_past_the_end_kernel[(1,)](x, 1024)
     torch.cuda.synchronize()
-    print(LAUNCHED)
 
 
-def start(name: str, tool: str | None, log: Path) -> tuple[subprocess.Popen, Path]:
-    command = [sys.executable, __file__, "--here", name]
-    if tool is not None:
-        command = [*SANITIZER, "--tool", tool, *command]
-    path = log / f"{name}-{tool or 'compile'}.txt"
-    # Every array is an allocation of its own, so that memcheck sees where it ends.
-    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "JAX_PLATFORMS": "cpu"}
-    with path.open("w") as f:
-        return subprocess.Popen(command, stdout=f, stderr=subprocess.STDOUT, env=environment), path
+def chosen(runs: str) -> list[str]:
+    """Runs by name, or by what names begin with up to a hyphen: "replay-kda" is two. Raises ValueError for others."""
+    asked = runs.split(",") if runs else RUNS
+    for name in asked:
+        if not any(f"{run}-".startswith(f"{name}-") for run in RUNS):
+            raise ValueError(f"--runs {name}: no such run; there are {', '.join(RUNS)}.")
+    return [run for run in RUNS if any(f"{run}-".startswith(f"{name}-") for name in asked)]
 
 
-def reports_of(runs: list[str], tools: list[str], log: Path) -> dict[tuple[str, str], str]:
-    """What each tool printed of each run: all compile side by side, then all runs of a tool go side by side."""
-    reports = {}
-    for tool in (None, *tools):
-        names = [*runs, PLANTED] if tool == "memcheck" else runs
-        started = [(name, *start(name, tool, log)) for name in names]
-        for name, process, path in started:
-            process.wait()
-            if tool is not None:
-                reports[name, tool] = path.read_text()
-    return reports
+def compiling(runs: list[str], tools: list[str], without_gpu: int) -> list[process.Part]:
+    """Each run with all numbers of heads that the tools see, and no tool."""
+    parts = []
+    for name in runs:
+        heads = ",".join(map(str, sorted({heads_under(tool, name) for tool in tools})))
+        here = [sys.executable, __file__, "--here", name, "--heads", heads, "--without-gpu", str(without_gpu)]
+        parts.append(process.Part(None, name, here))
+    return parts
 
 
-def is_clean(tool: str, text: str) -> bool:
-    summary = SUMMARY.search(text)
-    if summary is None:
-        return False
-    numbers = [int(number) for number in re.findall(r"\d+", summary.group(0))]
-    return numbers[1 if tool == "racecheck" else 0] == 0
+def under_tools(runs: list[str], tools: list[str], kernels: list[str]) -> list[process.Part]:
+    names = [name.split(".")[1] for name in kernels] + [PLANTED_KERNEL]
+    known = process.known_options(process.said_by_program("--help"))
+    pairs = [("memcheck", PLANTED)] if "memcheck" in tools else []
+    pairs += [(tool, name) for name in runs for tool in tools]
+    parts = []
+    for i, (tool, name) in enumerate(pairs):
+        here = [sys.executable, __file__, "--here", name, "--heads", str(heads_under(tool, name))]
+        parts.append(process.Part(tool, name, [*process.tool_command(tool, names, i, known), *here]))
+    return parts
+
+
+def run_all(parts: list[process.Part], log: Path, args: argparse.Namespace) -> list[dict]:
+    """Rows of all parts, each printed and written to rows.jsonl as it ends."""
+    rows = []
+    for row in process.run_parts(parts, log, args.jobs, args.seconds):
+        rows.append(row)
+        with (log / "rows.jsonl").open("a") as f:
+            f.write(json.dumps(row) + "\n")
+        says = row["summary"] or row["last"] or ""
+        print(
+            f"{row['tool'] or 'compile':9} {row['run']:18} {row['state']:9} {row['seconds']:6.1f} s"
+            f" {row['launches']:3} launches  {says}",
+            flush=True,
+        )
+    return rows
+
+
+def machine() -> dict:
+    import torch
+    import triton
+
+    version = re.search(r"Version ([\d.]+)", process.said_by_program("--version"))
+    versions = {"torch": torch.__version__, "triton": triton.__version__, "compute-sanitizer": version and version[1]}
+    return {"machine": torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU", "versions": versions}
+
+
+def print_table(table: list[dict], rows: list[dict], tools: list[str]) -> None:
+    print(f"{'kernel':48}" + "".join(f"{tool + ': runs, clean, errors':>34}" for tool in tools))
+    for line in table:
+        cells = ([line[tool][key] for key in ("runs", "clean", "errors")] for tool in tools)
+        print(f"{line['kernel']:48}" + "".join(f"{f'{a}, {b}, {c}':>34}" for a, b, c in cells))
+    for row in rows:
+        if row["state"] != "clean" and row["run"] != PLANTED:
+            print(row["tool"], row["run"], row["state"], *(line[:160] for line in row["said"]), sep="\n    ")
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", default="", help="names, or how they begin: gdn,replay-kda; without it, all")
+    parser.add_argument("--tools", default="memcheck,racecheck")
+    parser.add_argument("--jobs", type=int, default=min(15, os.cpu_count() or 1), help="processes at once")
+    parser.add_argument("--seconds", type=float, default=300, help="time limit of each process")
+    parser.add_argument("--log", type=Path, help="folder for what the tools print")
+    parser.add_argument("--out", type=Path, help="JSON with a row for each run under a tool and for each kernel")
+    parser.add_argument("--compiled", action="store_true", help="Triton's cache has all kernels: compile none first")
+    parser.add_argument("--without-gpu", type=int, default=0, metavar="90", help="only compile, for this capability")
+    parser.add_argument("--here", help=argparse.SUPPRESS)
+    parser.add_argument("--heads", default="2", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    try:
+        args.runs = chosen(args.runs)
+    except ValueError as error:
+        parser.error(str(error))
+    args.tools = args.tools.split(",")
+    if not (args.here or args.without_gpu or shutil.which(process.PROGRAM)):
+        parser.error(f"{process.PROGRAM} is not on PATH; CUDA has it in its bin folder.")
+    return args
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", default=",".join(RUNS))
-    parser.add_argument("--tools", default="memcheck,racecheck")
-    parser.add_argument("--log", type=Path, help="folder for what the tools print")
-    parser.add_argument("--here", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = parsed()
     sys.path[:0] = [str(TESTS), str(TESTS.parent / "benchmarks")]
     if args.here:
-        run_here(args.here)
+        run_here(args.here, [int(count) for count in args.heads.split(",")], args.without_gpu)
         return 0
     from counters import kernel_names
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that parts end with this process
     log = args.log or Path(tempfile.mkdtemp())
     log.mkdir(parents=True, exist_ok=True)
-    runs, tools = args.runs.split(","), args.tools.split(",")
-    kernels: set[str] = set()
-    errors: collections.Counter = collections.Counter()
-    failures = []
-    for (name, tool), text in reports_of(runs, tools, log).items():
-        summary, launched = SUMMARY.search(text), re.search(f"^{LAUNCHED}(.*)$", text, re.M)
-        print(f"{tool:10} {name:10} {summary.group(0) if summary else 'no summary'}", flush=True)
-        if name == PLANTED:
-            if is_clean(tool, text) or "write_past_the_end_kernel" not in text:
-                failures.append(f"{tool} did not find the error on purpose")
-            continue
-        if not is_clean(tool, text) or launched is None:
-            failures.append(f"{tool} {name}")
-        kernels |= set(launched.group(1).split()) if launched else set()
-        errors.update((kernel, tool) for kernel in re.findall(r"\bat (\w+_kernel)\b", text))
-    print(f"{'kernel':48}" + "".join(f"{tool:>12}" for tool in tools))
-    for kernel in sorted(kernels):
-        counts = (errors[kernel.split(".")[1], tool] for tool in tools)
-        print(f"{kernel:48}" + "".join(f"{count:12}" for count in counts))
-    missed = sorted(set(kernel_names()) - kernels) if set(runs) == set(RUNS) else []
-    if missed:
-        failures.append(f"launched by no run: {', '.join(missed)}")
-    print("; ".join(failures) or f"no error in {len(kernels)} kernels", f"(reports in {log})")
+    (log / "rows.jsonl").write_text("")
+    compiled = [] if args.compiled else run_all(compiling(args.runs, args.tools, args.without_gpu), log, args)
+    if args.without_gpu:
+        return int(any(row["state"] != "clean" for row in compiled))
+    kernels = kernel_names()
+    rows = run_all(under_tools(args.runs, args.tools, kernels), log, args)
+    table = process.kernel_rows(kernels, rows, args.tools)
+    failures = process.failures_of(rows, table, all_runs=args.runs == list(RUNS))
+    print_table(table, rows, args.tools)
+    if args.out:
+        result = machine() | {"failures": failures, "runs": rows, "kernels": table}
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    launched = sum(any(line[tool]["runs"] for tool in args.tools) for line in table)
+    print("; ".join(failures) or f"no error in {launched} kernels", f"(reports in {log})")
     return 1 if failures else 0
 
 
