@@ -225,8 +225,7 @@ def launch_forward(run: Any, options: Any, tokens: Any, kept: Kept, span: Span, 
     rows = tokens[0].shape[:2]
     bounds, state, ring, counters = bounds_of(span, *rows), kept.state, _ring(kept), kept.counters
     if not save and rows[1] == 1 and bounds is None:
-        operands = _kept_tokens(tokens, ring) if ring.coded else pipeline.Tokens(*tokens)  # casts as it reads
-        return pipeline.step(run, operands, state, ring, options, counters=counters)
+        return pipeline.step(run, _kept_tokens(tokens, ring), state, ring, options, counters=counters)
     operands, which = _kept_tokens(tokens, ring), {"bounds": bounds, "counters": counters, "save": save}
     out = pipeline.forward(run, operands, state, ring, options, **which)
     return out._replace(o=_only(bounds, out.o))

@@ -238,11 +238,6 @@ def forward(
     tokens = Tokens(*tokens)
     call = _call(tokens, ring, options, bounds)
     n, length, feedback = call.sequences, ring.k.shape[1], state.lost is not None
-    if dtype_name(tokens.k) != dtype_name(ring.k):
-        raise ValueError(
-            f"k is {dtype_name(tokens.k)} and the ring {dtype_name(ring.k)}: entries are read from either, so give k "
-            "in the ring's dtype."
-        )
     if _is_token_mode(ring):
         given, stride = (run, call.tokens, state, options), 1 if save else None
         taken = recurrent_pipeline.forward(*given, bounds=bounds, counters=counters, stride=stride)
@@ -376,6 +371,11 @@ def _call(tokens: Tokens, ring: Ring, options: Options, bounds: Bounds | None = 
         raise ValueError("k and the ring are kept in codes together: give tokens.k_scale with codes, and only there.")
     if ring.coded:
         wanted |= {"k_scale": (n, length, h), "r_scale": (n, length, hv, call.programs_v)}
+    if dtype_name(tokens.k) != dtype_name(ring.k):  # a long call reads entries from either
+        raise ValueError(
+            f"k is {dtype_name(tokens.k)} and the ring {dtype_name(ring.k)}: give k in the ring's dtype, by which it "
+            "lies in registers and is summed."
+        )
     for name, x in zip(Ring._fields, ring):
         shape = None if x is None else tuple(x.shape)
         if shape != wanted.get(name):

@@ -16,12 +16,15 @@ from jlaqat.kernels.call import SHARED_MEMORY, triton_version
 from jlaqat.spec import QuantSpec
 
 
-def allowed_stack(kernel):
+def allowed_stack(kernel, architecture):
     """Bytes a thread. A backward is held to 128 registers, for four programs a multiprocessor, and spills for it."""
     if kernel == "recurrent_backward":
         return 120 if triton_version() >= (3, 9) else 320
-    # Held to 168 registers, for three; and with all keys of 64 columns (KDA's on SM89 552 with Triton 3.7).
-    return {"token_blocks": 450, "gradient_states": 600, "solve_blocks": 100}.get(kernel, 0)
+    # Held to 168 registers, for three, as was tried on SM90: others spill more (SM89, KDA by key rows, 944 with Triton
+    # 3.7); and with all keys of 64 columns.
+    return {"token_blocks": 450 if architecture == 90 else 1000, "gradient_states": 600, "solve_blocks": 100}.get(
+        kernel, 0
+    )
 
 
 def of_backward(dtype, state):
@@ -48,7 +51,7 @@ def test_compiles_and_only_the_backward_spills(architecture, gate, state):
 
     report = compile_recurrent(architecture, gate, "bfloat16", state, key_dim=128, value_dim=128, heads=(4, 8))
     assert {k.name for k in report} >= {"recurrent_forward", *of_backward("bfloat16", state)}
-    assert [k for k in report if k.stack > allowed_stack(k.name)] == []
+    assert [k for k in report if k.stack > allowed_stack(k.name, architecture)] == []
 
 
 @pytest.mark.parametrize("variant", DECODING_VARIANTS, ids=name_of)
@@ -128,7 +131,7 @@ def test_packed_compiles_and_only_the_backward_spills(architecture, gate, state)
     report = compile_recurrent(architecture, gate, "bfloat16", state, **sizes)
     names = ["recurrent_forward", "recurrent_forward", "recurrent_backward", *["place_rows"] * 5]
     assert [k.name for k in report] == names
-    assert [k for k in report if k.stack > allowed_stack(k.name)] == []
+    assert [k for k in report if k.stack > allowed_stack(k.name, architecture)] == []
 
 
 @pytest.mark.slow
