@@ -162,6 +162,9 @@ def test_what_is_refused():
     tokens, state, ring, options = call(False, "e4m3-tile", 3)
     with pytest.raises(ValueError, match="k is float32 and the ring bfloat16"):
         pipeline.forward(poisoned_run, tokens, state, oracle.make_ring(tokens, 3, [0, 0], torch.bfloat16), options)
+    with pytest.raises(ValueError, match="k is float32 and the ring bfloat16"):
+        first = oracle.cut(tokens, 0, 1)
+        pipeline.step(poisoned_run, first, state, oracle.make_ring(tokens, 3, [0, 0], torch.bfloat16), options)
     with pytest.raises(ValueError, match="ring.k has shape"):
         pipeline.forward(poisoned_run, tokens, state, ring._replace(k=ring.k[:, :, :, :8]), options)
     with pytest.raises(ValueError, match="give tokens.k_scale with codes"):
