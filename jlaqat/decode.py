@@ -80,8 +80,9 @@ def delta_rule_decode(
       w: rounds the WY factor inside prefixes, as `DeltaQuant.w`.
       quant_arrays: step, layer and offsets that key stochastic rounding; a static w_amax.
       checkpoint_every: decoded tokens between two states that are kept for a gradient, which runs those between them
-        again: memory against time, and no bit of any result. 1 keeps every state and runs nothing twice. "xla" keeps
-        one every 64 tokens, or all; replay by kernels has its checkpoints for it, whatever this says.
+        again: memory against time, and no bit of any result. 1 keeps every state and runs nothing twice. Kernels
+        count in blocks of 16 tokens, up; "xla" keeps one every 64 tokens, or all; replay by kernels has its
+        checkpoints for it, whatever this says.
       backend: "xla" (any device), "triton" (NVIDIA GPUs; see `decode_triton.why_not` for what it takes), "reference"
         (slow, for tests), or "auto": "triton" where it can. A prefix runs on the backend of that name.
 

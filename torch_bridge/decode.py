@@ -74,8 +74,8 @@ def delta_rule_decode(
       lengths: [B] integers, tokens of each sequence of a padded batch; after them o is 0. Not with cu_seqlens.
       w: rounds the WY factor inside prefixes, as `DeltaQuant.w`.
       quant_arrays: step, layer and offsets that key stochastic rounding: numbers, or integer tensors of one element.
-      checkpoint_every: decoded tokens between two states that are kept for a gradient: memory against time, no bit of
-        any result. Replay has its checkpoints for it, whatever this says.
+      checkpoint_every: decoded tokens between two states that are kept for a gradient, 1 or counted in blocks of 16,
+        up: memory against time, no bit of any result. Replay has its checkpoints for it, whatever this says.
 
     Lengths and cu_seqlens are read on the host; on a GPU that waits for it, so keep them on the CPU.
 
