@@ -237,7 +237,7 @@ def load_codes(
     VECTOR: tl.constexpr,
     BESIDE: tl.constexpr = 1,
 ):
-    """Both."""
+    """Codes that `store_rounded` wrote, as `round_state` has them, zero outside; without codes the values, float32."""
     return read_codes(load_values(p_values, state, i_v, K, V, BK, BV, VECTOR, BESIDE), FORMAT, HARDWARE_FP8)
 
 

@@ -123,7 +123,7 @@ def token_blocks_kernel(
     GRANULARITY: tl.constexpr,
     READ_STORED: tl.constexpr,
     HARDWARE_FP8: tl.constexpr,
-    GROUP: tl.constexpr,  # columns that share a scale, BV or more
+    GROUP: tl.constexpr,  # columns that share a scale; any number by value_row
     WARPS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
